@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel run: rank 0 decides, all of them compute.
+"""The ranks of a tensor-parallel run: rank 0 decides, and all ranks compute.
 
 Each rank holds a shard of the target and runs the same engine. Partial sums go through
 ``mlx.core.distributed``. What ranks cannot work out alike by themselves (a clock, a
@@ -67,7 +67,7 @@ def launched_rank() -> int | None:
 
 
 class Ranks(ABC):
-    """One rank's view of all of them; made by :meth:`join`.
+    """One rank's view of all ranks; made by :meth:`join`.
 
     Attributes:
         group: of ``mlx.core.distributed``.
@@ -84,7 +84,7 @@ class Ranks(ABC):
 
     @staticmethod
     def join() -> Ranks | None:
-        """Meet the other processes that a launcher has started.
+        """Connect to the other processes that a launcher has started.
 
         Returns:
             ``None`` where there is no other.
@@ -127,7 +127,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def decide(self, what: str, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, where alone it is called.
+        """The result of ``make``, which is called only on rank 0.
 
         Args:
             what: is decided, the same on all ranks.
@@ -135,7 +135,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
-        """Let rank 0 compare what all ranks have come to.
+        """Let rank 0 compare facts of all ranks.
 
         Args:
             facts: this rank's.
@@ -147,12 +147,12 @@ class Ranks(ABC):
 
 
 def differing(mine: Mapping[str, Facts], theirs: Mapping[str, Facts]) -> str:
-    """Explain facts that have names."""
+    """Name the facts that differ."""
     return f"another {', '.join(k for k in mine if mine[k] != theirs.get(k))}"
 
 
 class _Peer:
-    """Rank 0's connection to another rank, and what of it is to be compared."""
+    """Rank 0's connection to another rank, and facts to compare."""
 
     def __init__(self, rank: int, connection: socket.socket, reader: Any):
         self.rank = rank
@@ -236,7 +236,7 @@ class Leader(Ranks):
             self._send(self._peers, ("release",))
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message to the other ranks, which receive all in their order."""
+        """Send a message to the other ranks, which receive them in order."""
         with self.turn:
             with self._changed:
                 self._released = False
@@ -269,7 +269,7 @@ class Leader(Ranks):
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what has ended the run, if anything has.
+        """Raise the error that has ended the run, if there is one.
 
         Raises:
             RankError: it is over.
@@ -278,12 +278,12 @@ class Leader(Ranks):
             raise self._fresh()
 
     def _fresh(self) -> RankError:
-        """The failure for one more thread: a traceback belongs to one."""
+        """A copy of the failure for another thread: a traceback belongs to one."""
         self._heard.set()
         return RankError(self.failure)
 
     def lost(self, error: Exception) -> Exception:
-        """What to raise for an error of a step: why a rank has ended, if one has."""
+        """The error to raise for a failed step: why a rank has ended, if one has."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, PATIENCE / 2)
         return error if self.failure is None else self._fresh()
@@ -296,7 +296,7 @@ class Leader(Ranks):
                 self._fail(f"rank {peer.rank} has parted from rank 0: {found}")
 
     def _listen(self, peer: _Peer) -> None:
-        """Take what a rank sends, until it ends."""
+        """Receive what a rank sends, until it ends."""
         with suppress(OSError, EOFError, pickle.UnpicklingError):
             while True:
                 kind, content = pickle.load(peer.reader)
@@ -394,7 +394,7 @@ class Follower(Ranks):
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Let rank 0 say what is raised within the block."""
+        """Let rank 0 report what is raised within the block."""
         try:
             yield
         except Exception as error:
@@ -422,7 +422,7 @@ class Follower(Ranks):
         _leave(1)
 
     def _close(self) -> None:
-        """Let rank 0 know, at the end of the process."""
+        """Tell rank 0 at the end of the process."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -440,7 +440,7 @@ def _shared(group: mx.distributed.Group, note: bytes) -> bytes:
 def _greeting(
     connection: socket.socket, reader: Any, key: str
 ) -> dict[str, Any] | None:
-    """What a rank says of itself; ``None``: who connects does not know the key."""
+    """A rank's description of itself; ``None``: the key is wrong."""
     connection.settimeout(_GREETING)
     try:
         hello = json.loads(reader.readline(4096))
@@ -452,14 +452,14 @@ def _greeting(
 
 
 def _host(connection: socket.socket) -> str:
-    """Where a rank is; empty: where rank 0 is."""
+    """The address of a rank; empty: that of rank 0."""
     theirs: str = connection.getpeername()[0]
     here = theirs == connection.getsockname()[0]
     return "" if here or ipaddress.ip_address(theirs).is_loopback else theirs
 
 
 def _tune(connection: socket.socket) -> None:
-    """Send small messages at once; find out soon that a machine is gone."""
+    """Send small messages at once, and detect a lost machine soon."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -475,7 +475,7 @@ def _tune(connection: socket.socket) -> None:
 
 
 def _address() -> str:
-    """Where the launcher says that rank 0 can be reached."""
+    """Rank 0's address, as the launcher gives it."""
     for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR"):
         if found := os.environ.get(name):
             return found.rpartition(":")[0] if found.count(":") == 1 else found
@@ -520,7 +520,7 @@ def _say(error: RankError) -> None:
 
 
 def _leave(code: int | None) -> None:
-    """End the process where its own end might wait for the device; ``None``: 130."""
+    """End the process at once, without waiting for the device; ``None``: 130."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -304,7 +304,7 @@ class SamplingParams:
         if self.stepwise and self.verification != "coupled":
             raise ConfigError(
                 f"verification {self.verification!r} needs the whole distribution, "
-                "which a sampler or a logits processor does not tell: use 'coupled'"
+                "which a sampler or a logits processor does not give: use 'coupled'"
             )
 
     def _check_grammar(self) -> None:
@@ -312,8 +312,8 @@ class SamplingParams:
         require(isinstance(self.grammar, Grammar), "grammar", self.grammar, rule)
         if self.stepwise:
             raise ConfigError(
-                "grammar goes with no sampler and no logits processors, which could "
-                "choose what it refuses: leave one of them out"
+                "a grammar does not go with a sampler or logits processors, which "
+                "could choose what it forbids: leave one of them out"
             )
         if self.min_tokens:
             raise ConfigError(

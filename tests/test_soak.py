@@ -28,6 +28,7 @@ def _all_is_collected() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.slow  # where much is alive: garbage is looked for again and again
 def test_random_requests_come_and_go() -> None:
     """The long run is ``scripts/soak``."""
     counts = soak(0, lambda done: done.worlds < WORLDS, requests=REQUESTS)

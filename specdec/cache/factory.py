@@ -96,7 +96,7 @@ class CacheOptions:
         ):
             raise CacheError(
                 f"max_kv_size is {self.max_kv_size}: it must be more than the "
-                f"{MAX_KV_SIZE_KEEP} first tokens that are always kept"
+                f"first {MAX_KV_SIZE_KEEP} tokens, which are always kept"
             )
 
 

@@ -67,7 +67,7 @@ class Quantized(BatchCache):
             AttributeError: this one hands it dense ones; see :attr:`packing`.
         """
         if self.unpacks:
-            raise AttributeError(f"this {type(self).__name__} hands dense keys out")
+            raise AttributeError(f"this {type(self).__name__} returns dense keys")
         return self._codec().bits
 
     @property

@@ -189,6 +189,11 @@ class BatchRecurrentCache(BatchCache):
         self._valid: list[int] = []
 
     @property
+    def _goes_on(self) -> bool:
+        """Whether the next write is taken back together with those before it."""
+        return self._spans and self._kept is None
+
+    @property
     def _slots(self) -> Slots:
         arrays = self._storage.arrays
         return [None] * self.num_states if arrays is None else list(arrays)
@@ -234,7 +239,7 @@ class BatchRecurrentCache(BatchCache):
         valid = [width] * self.batch_size
         if self._lengths is not None:
             valid = [min(width, n) for n in self._lengths]
-        spans = self._spans and self._kept is None
+        spans = self._goes_on
         if not spans or not self._num_written:
             kept = self._kept
             if kept is not None and len(self._written) == 1:
@@ -297,9 +302,10 @@ class BatchRecurrentCache(BatchCache):
 
     def reserve(self, num_tokens: int) -> Hashable:
         """As in the base class."""
-        if self.empty() or self._lengths is not None or self._spans:
+        if self.empty() or self._lengths is not None:
             return None
-        return type(self), self.num_states, self._options["single_stays"]
+        stays = self._options["single_stays"]
+        return type(self), self.num_states, stays, self._goes_on
 
     def given(self) -> tuple[Hashable, Arrays]:
         """As in the base class: with what the last trim has left to be done."""
@@ -317,7 +323,7 @@ class BatchRecurrentCache(BatchCache):
         twin = super().holding(arrays[-n:], offset, memo)
         twin._storage = StateStorage(arrays[-n:])
         if self._kept is None:
-            twin._begin()
+            twin._begin(spans=self._spans)
             return twin
         twin._before, twin._storage = list(arrays[:n]), StateStorage(arrays[n : 2 * n])
         twin._kept, twin._offset_before = arrays[2 * n : 2 * n + 2]
@@ -335,9 +341,10 @@ class BatchRecurrentCache(BatchCache):
 
     def left(self) -> tuple[Any, Arrays]:
         """As in the base class: with what undoing the write needs."""
-        # One token is undone without, but sooner with what is there.
+        # One token is undone without, but sooner with what is there; not among others.
         logged = all(write.logged for _, write in self._written)
-        written = self._written if self._num_written > 1 or logged else []
+        needed = self._num_written > 1 or logged or self._spans
+        written = self._written if needed else []
         parts = [write.arrays for _, write in written]
         form = self._num_written, _without_arrays(written)
         return form, sum(parts, (*super().arrays, *_arrays(self._before)))
@@ -354,10 +361,15 @@ class BatchRecurrentCache(BatchCache):
         n = self.num_states
         before = self.offset
         super().take(form, arrays[:n], offset, num_tokens, taken_back)
-        self._begin()
-        self._before, self._offset_before = list(arrays[n : 2 * n]), before
-        self._num_written, written = form
-        self._written = _written(written, arrays[2 * n :])
+        if not self._goes_on:
+            self._begin()
+            self._before, self._offset_before = list(arrays[n : 2 * n]), before
+        begin = self._num_written
+        num_written, written = form
+        self._num_written += num_written
+        self._written += [
+            (begin + at, write) for at, write in _written(written, arrays[2 * n :])
+        ]
 
     def make_mask(
         self,

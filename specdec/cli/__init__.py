@@ -92,7 +92,7 @@ class _Group(click.Group):
 def _check_arguments(arguments: Iterable[str]) -> None:
     """Refuse a byte 0: no shell passes it on, and no file name has it."""
     if any("\0" in each for each in arguments):
-        raise click.UsageError("an argument has a byte 0 in it: leave it out")
+        raise click.UsageError("an argument contains a zero byte: leave it out")
 
 
 @click.group(

@@ -169,7 +169,7 @@ class DecodeBatch:
                 request.prefix_tokens = reused
         first = self.dispatch(0, first=True)
         self._in_flight.append(first)
-        self._observe(first.decision.result.accepted.chosen, [1] * len(self.slots))
+        self._observe(first.decision.accepted.chosen, [1] * len(self.slots))
         if self._draft is not None:
             if self.alone:
                 yield
@@ -312,20 +312,20 @@ class DecodeBatch:
         """How many proposals each row keeps, and the target's token after them."""
         limit = self._limits.array(limits, self._bounds, self._committed.lengths)
         decision = self._rules.decide(round_, inputs, proposals, logits, limit)
-        accepted = decision.result.accepted
+        accepted = decision.accepted
         self._observer.built("sampling", accepted.kept, accepted.chosen)
         return decision
 
     def _commit(self, round_: Round, decision: Decision, *, to_draft: bool) -> None:
         """Take rejected tokens back from both caches; note what rows have gained."""
-        k, result = round_.num_draft_tokens, decision.result
+        k = round_.num_draft_tokens
         all_run = len(self.unfinished) == len(self.slots)
         if k or not all_run or decision.errors:  # else every row keeps its one token
-            self._target.trim_per_sequence(result.rejected, k + 1)
+            self._target.trim_per_sequence(decision.rejected, k + 1)
         if to_draft and self._draft is not None:
-            accepted = replace(result.accepted, hidden=self._target.hidden)
+            accepted = replace(decision.accepted, hidden=self._target.hidden)
             self._draft.commit(round_, accepted)
-        self._committed = result.committed
+        self._committed = decision.committed
 
     def _peek(self, round_: Round) -> Proposals | None:
         """What would be proposed in a round without a draft, if the drafter says."""

@@ -232,16 +232,19 @@ class Engine:
         if self._rehearsal.due:
             drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
             begun = time.perf_counter()
-            self._rehearse(self._scheduler.batch_size, [SamplingParams(), drawn])
+            both = [SamplingParams(), drawn]
+            self._rehearse(self._scheduler.batch_size, both, shrinks=True)
             self.stats.warmup_seconds += time.perf_counter() - begun
 
-    def _rehearse(self, num_rows: int, params: Sequence[SamplingParams]) -> None:
+    def _rehearse(
+        self, num_rows: int, params: Sequence[SamplingParams], *, shrinks: bool = False
+    ) -> None:
         slots = self._backend.rows_to_keep(self._scheduler.batch_size, num_rows)
         row = Request(-1, "", (0,), SamplingParams())
         while slots > 1 and not self._scheduler.affords([row], slots):
             slots //= 2
         most = self._length.max_draft_tokens
-        self._rehearsal.run(*self._models, slots, most, params)
+        self._rehearsal.run(*self._models, slots, most, params, shrinks=shrinks)
 
     def _leave(self) -> list[StepOutput]:
         """Remove requests that ended outside of a round, wherever they are."""

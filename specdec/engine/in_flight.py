@@ -66,16 +66,16 @@ class InFlight:
         Args:
             offset: that of the target's cache after the round.
         """
-        result = decision.result
-        after = [result.committed.recent, result.committed.lengths, offset]
+        committed = decision.committed
+        after = [committed.recent, committed.lengths, offset]
         looked_up = [] if peeked is None else [peeked.tokens, peeked.lengths]
-        mx.async_eval(result.packed, decision.peaks, after, looked_up)
+        mx.async_eval(decision.packed, decision.peaks, after, looked_up)
         return cls(rows, first, decision, peeked)
 
     @property
     def num_draft_tokens(self) -> int:
         """k of the round."""
-        return int(self.decision.result.packed.shape[1]) - 3
+        return int(self.decision.packed.shape[1]) - 3
 
     @property
     def running(self) -> list[Request]:
@@ -96,7 +96,7 @@ class InFlight:
         Returns:
             How many tokens each slot kept; ``None`` where no row was running.
         """
-        packed: list[list[int]] = self.decision.result.packed.tolist()  # type: ignore[assignment]
+        packed: list[list[int]] = self.decision.packed.tolist()  # type: ignore[assignment]
         peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
         logprobs = self.decision.logprobs
         reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)

@@ -50,6 +50,8 @@ class Rehearsal:
         num_slots: int,
         max_draft_tokens: int,
         params: Sequence[SamplingParams],
+        *,
+        shrinks: bool = False,
     ) -> None:
         """Rehearse with batches of ``num_slots`` rows.
 
@@ -57,11 +59,16 @@ class Rehearsal:
             max_draft_tokens: largest k of a round.
             params: settings of the rows, one for each batch; the user's functions in
                 them are not called.
+            shrinks: with the smaller batches too that are left when rows end.
         """
         self.due = False
+        batches = [(num_slots, p) for p in params]
+        while shrinks and num_slots > 1:
+            num_slots = (num_slots + 1) // 2
+            batches.append((num_slots, params[0]))
         shows = [
-            _Show(target, drafter, self._backend, num_slots, max_draft_tokens, p)
-            for p in params
+            _Show(target, drafter, self._backend, n, max_draft_tokens, p)
+            for n, p in batches
         ]
         try:
             warm_up.run([step for show in shows for step in show.steps()])

@@ -1,4 +1,4 @@
-"""Grammars that output has to follow: what users write, and where a row is in one."""
+"""Grammars that outputs must follow, and the state of a row in one."""
 
 from .compiler import AT_ONCE, GrammarCompiler, check_grammar
 from .spec import Grammar, GrammarKind

@@ -1,4 +1,4 @@
-"""Grammars made ready for one tokenizer, by llguidance; the latest ones are kept."""
+"""Compiles grammars for a tokenizer, by llguidance; the latest ones are kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _JSON_BLANKS = r" |\n[ \t]{0,20}"
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """See that a grammar can be used at all, before there is a tokenizer.
+    """Check that a grammar can be used at all, before there is a tokenizer.
 
     Raises:
         ConfigError: it cannot, or llguidance is not installed.
@@ -105,7 +105,7 @@ class GrammarCompiler:
         return self._begun(fresh)
 
     def begin(self, grammar: Grammar) -> None:
-        """Compile it meanwhile, for whoever asks for it later.
+        """Begin to compile a grammar that will be asked for later.
 
         Not while as many are under way as may be: nobody may ask for it, and those that
         are asked for would wait for it.
@@ -114,7 +114,7 @@ class GrammarCompiler:
             self._under_way(grammar)
 
     def kept(self, grammar: Grammar) -> GrammarState | None:
-        """As :meth:`compile`, of one that was compiled before; at once."""
+        """As :meth:`compile`, at once; ``None`` if it was not compiled before."""
         with self._lock:
             if (fresh := self._kept.get(grammar)) is None:
                 return None
@@ -224,7 +224,7 @@ _slots = threading.BoundedSemaphore(AT_ONCE)
 
 
 def _begun(key: object, work: Callable[[], T], seconds: float | None) -> Future[T]:
-    """Do it in a thread with a deep stack, unless the same is being done.
+    """Compile in a thread with a deep stack, unless that has begun.
 
     Args:
         seconds: it waits so long for others to end; else it is cancelled.
@@ -257,7 +257,7 @@ def _begun(key: object, work: Callable[[], T], seconds: float | None) -> Future[
 
 
 def _awaited(future: Future[T], grammar: Grammar, seconds: float | None) -> T:
-    """What was begun.
+    """The result of a compilation that was begun.
 
     Raises:
         ConfigError: it fails, or takes too long; then it goes on.

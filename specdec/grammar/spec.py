@@ -1,4 +1,4 @@
-"""What users ask for: a JSON schema, a regular expression or a Lark grammar."""
+"""A grammar as users write it: JSON schema, regular expression or Lark."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a request's output has to be: the whole of it, from its first token.
+    """The form of a request's whole output, from its first token.
 
     Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex` or :meth:`lark`,
     and given as ``SamplingParams(grammar=...)``. It takes the package llguidance
@@ -73,9 +73,9 @@ class Grammar:
             joined = _joined_terminals(self.text)
         if joined > MAX_JOINED_PATTERNS:
             raise ConfigError(
-                f"the {self.name} has {joined} patterns, of which some have to hold "
+                f"the {self.name} has {joined} patterns, and some of them have to hold "
                 f"together: give at most {MAX_JOINED_PATTERNS}, or none that join "
-                "others (allOf, & and the like)"
+                "others (such as allOf, &)"
             )
 
     def _schema(self) -> dict[str, Any]:
@@ -91,12 +91,12 @@ class Grammar:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """Its kind, in words."""
         return _NAMES[self.kind]
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a schema describes.
+        """JSON that follows a schema.
 
         Properties come in the order of the schema. Between tokens of JSON is one
         space, a line break with up to 20 blanks, or nothing.
@@ -123,7 +123,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text of which all matches a regular expression (Rust's syntax).
+        """Text that matches a regular expression as a whole (Rust's syntax).
 
         Raises:
             ConfigError: see the class.
@@ -132,7 +132,7 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Text of a context-free grammar, in llguidance's variant of Lark's syntax.
+        """Text that follows a context-free grammar, in llguidance's variant of Lark.
 
         Raises:
             ConfigError: see the class.

@@ -1,4 +1,4 @@
-"""Where one row is in its grammar."""
+"""The state of a row in its grammar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GrammarState:
-    """A row's place in its grammar: after its committed tokens, or tokens ahead.
+    """A row's state in its grammar: after its committed tokens, or tokens ahead.
 
     Args:
         fresh: at the beginning of the grammar; not changed.
@@ -28,7 +28,7 @@ class GrammarState:
         self._ahead: list[int] = []
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Be after ``tokens``, all that the row has generated.
+        """Move to the state after ``tokens``, all that the row has generated.
 
         Those that were committed before begin them; of those ahead, some stand.
         """
@@ -38,7 +38,7 @@ class GrammarState:
         self._ahead = []
 
     def move(self, ahead: Sequence[int]) -> None:
-        """Be after the committed tokens and ``ahead``, each allowed after the last."""
+        """Move to the state after the committed tokens and ``ahead``, all allowed."""
         if self._matcher.is_error():  # by what was ahead, which may not stand
             self._matcher, self._ahead = self._fresh.deep_copy(), []
             self._matcher.consume_tokens(self._committed)
@@ -67,7 +67,7 @@ class GrammarState:
         return not self._matcher.is_error()
 
     def forced(self) -> list[int]:
-        """Tokens that must follow, in their usual spelling; often none.
+        """The forced tokens that follow, in their usual spelling; often none.
 
         A text that must follow may be spelled by other tokens, too.
         """
@@ -75,5 +75,5 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why nothing can be said of the next token: limits were reached, mostly."""
+        """Why the grammar has failed; mostly, a limit was reached."""
         return shorten(self._matcher.get_error().replace("<non-verbose/>", ""))

@@ -1,4 +1,4 @@
-"""Memory known beforehand: formulas, and what a run will hold (docs/memory.md).
+"""Computes the memory of a run before it begins (docs/memory.md).
 
 Nothing here imports mlx; :mod:`specdec.memory.planning` reads models.
 """

@@ -1,4 +1,4 @@
-"""An estimate as people and programs read it: a table, and what fits."""
+"""The estimate of ``specdec estimate``: a table, and what fits."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .sampling_memory import GREEDY, Choosing
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The memory of a batch of equal rows, and what would fit in its place.
+    """The memory of a batch of equal rows, and what else would fit.
 
     Args:
         plan: of the run, with keys and values as ``kv_bits`` says.
         context: tokens of each row, prompt and generated; nearly all of them are
             taken for the prompt, which needs most.
         batch: rows.
-        limit: what the device has; ``None`` when that is not known.
+        limit: what the device has; ``None``: unknown.
         plan_with_bits: the plan with keys and values in so many bits (``None``: as
             they are), or ``None`` where the models refuse it.
         choosing: as in :class:`RowNeeds`.
-        context_length: positions that the target serves; ``None``: not known.
-        kv_bits: of keys and values; ``None``: as they are.
+        context_length: positions that the target can serve; ``None``: unknown.
+        kv_bits: bits of keys and values; ``None``: not quantized.
     """
 
     plan: MemoryPlan
@@ -49,19 +49,19 @@ class Estimate:
     kv_bits: int | None = None
 
     def _rows(self, batch: int, context: int) -> list[RowNeeds]:
-        # One token is generated at least.
+        # At least one token is generated.
         prompt = max(1, context - 1)
         row = RowNeeds(prompt, max(1, context - prompt), self.choosing)
         return [row] * batch
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """The run's fullest moments."""
+        """The moments of the run that need most."""
         return self.plan.moments(self._rows(self.batch, self.context))
 
     @property
     def total(self) -> int:
-        """Most bytes held at any moment."""
+        """The most bytes held at any moment."""
         return max(moment.total for moment in self.moments)
 
     @property
@@ -118,7 +118,7 @@ class Estimate:
     # -- as text and JSON ----------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, sizes in bytes, for JSON."""
+        """The whole estimate for JSON, with sizes in bytes."""
         found: dict[str, Any] = {
             "target": self.plan.target.name,
             "draft": self.plan.draft.name if self.plan.draft else None,

@@ -1,4 +1,4 @@
-"""What a model's arrays are made of, as numbers; :mod:`.planning` reads them."""
+"""The sizes of a model's arrays; :mod:`.planning` finds them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..cache.capacity import cache_slots, ring_slots, round_up
 
 #: Tokens that mlx-lm's scans score with each other at a time.
 SCAN_PART = 256
-#: States of a recurrent layer that are held at once: now, next, and where tokens are
-#: taken back, before the last write.
+#: Copies of a recurrent layer's states that are held at once: the current ones, the
+#: next ones, and, if tokens can be taken back, those before the last write.
 STATE_COPIES = 3
 
 
@@ -46,7 +46,7 @@ class CacheGeometry:
         )
 
     def columns(self, extent: int, max_write: int) -> int:
-        """Of ``extent`` columns, those that the cache has."""
+        """How many of ``extent`` columns the cache has."""
         if self.window is None:
             return extent
         return min(extent, ring_slots(self.window, max_write, self.keep))
@@ -129,17 +129,17 @@ class ModelGeometry:
         return rows * tokens * sum(c.held_bytes for c in self.caches)
 
     def columns(self, length: int, *, max_write: int, read_bucket: int) -> int:
-        """Keys that attention reads for rows of ``length`` tokens, at most."""
+        """The most keys that attention reads for rows of ``length`` tokens."""
         extent = round_up(length, read_bucket)
         return max((c.columns(extent, max_write) for c in self.caches), default=0)
 
     def workspace_bytes(self, rows: int, tokens: int, columns: int) -> int:
-        """What a forward holds beside weights, caches and logits, at most.
+        """The most bytes that a forward holds beside weights, caches and logits.
 
         Args:
             rows: of the batch.
-            tokens: that each row feeds.
-            columns: keys that each row has, its newest included.
+            tokens: how many tokens each row feeds.
+            columns: how many keys each row has, its newest included.
         """
         per_token = self.token_bytes + columns * self.score_bytes
         per_token += min(tokens, SCAN_PART) * self.pair_bytes

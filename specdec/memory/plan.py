@@ -1,4 +1,4 @@
-"""What a run holds at its fullest moments: a pure function of shapes and lengths."""
+"""The peak memory of a run: a pure function of shapes and lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .formulas import logits_bytes
 from .geometry import ModelGeometry
 from .sampling_memory import GREEDY, Choosing, choosing_bytes
 
-# A search for what fits ends here: beyond any model's positions.
+# A search for what fits ends here, beyond any model's positions.
 MAX_CONTEXT = 1 << 22
 
 PARTS = (
@@ -35,8 +35,8 @@ class RowNeeds:
     """What decides how much memory one request needs.
 
     Args:
-        prompt_tokens: of its prompt.
-        max_tokens: that it may generate.
+        prompt_tokens: tokens of its prompt.
+        max_tokens: the most tokens that it may generate.
         choosing: how its tokens are chosen.
     """
 
@@ -52,14 +52,14 @@ class RowNeeds:
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of a run: bytes of each of :data:`PARTS` that it has."""
+    """One moment of a run: its bytes by part, see :data:`PARTS`."""
 
     name: str
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """All bytes."""
         return sum(self.parts.values())
 
 
@@ -96,11 +96,11 @@ class MemoryPlan:
     # -- the moments -------------------------------------------------------
 
     def peak(self, rows: Sequence[RowNeeds]) -> int:
-        """Most bytes that a run of these rows holds at any moment."""
+        """The most bytes that a run of these rows holds at any moment."""
         return max(moment.total for moment in self.moments(rows))
 
     def moments(self, rows: Sequence[RowNeeds]) -> tuple[Moment, ...]:
-        """Loading, prefill, decoding and measuring, each at its fullest."""
+        """Loading, prefill, decoding and measuring, each at its peak."""
         moments = [self._loading(), self._prefill(rows), self._decoding(rows)]
         if self.pauses and self.num_draft_tokens and rows:
             moments.append(self._calibration(len(rows)))
@@ -149,7 +149,7 @@ class MemoryPlan:
             self._add(parts, name, model, rows, held, width, writes)
             if k:
                 inputs += model.held_bytes(len(rows), width)
-        # Rows that leave and rows that join copy a layer twice more, in one go.
+        # Rows that leave and rows that join in one step copy a layer twice more.
         parts["growth and joins"] *= 3 if len(rows) > 1 else 1
         parts["activations"] += self._features(len(rows), self._wide)
         heads = [(self.target, max(k, self.backend.pad_single_token))]
@@ -193,8 +193,8 @@ class MemoryPlan:
             parts[part] = max(parts.get(part, 0), size)
 
     def _calibration(self, num_rows: int) -> Moment:
-        """What rounds cost is measured, before the first, at so many rows."""
-        # Where tokens cost time, at one; two runs are on their way everywhere.
+        """Measuring costs before the first round, at so many rows."""
+        # With one row where time grows with tokens. Two runs overlap.
         num_rows = 1 if self.backend.costs_by_token else num_rows
         ahead = replace(self, backend=replace(self.backend, costs_by_token=False))
         rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
@@ -218,12 +218,12 @@ class MemoryPlan:
 
     @property
     def _round(self) -> int:
-        """Tokens that a round writes at most."""
+        """The most tokens that a round writes."""
         return max(2 if self.draft else 1, self.num_draft_tokens + 1)
 
     @property
     def _wide(self) -> int:
-        """The same, with padding: what a ring has to be able to undo."""
+        """The same with padding: what a ring must be able to undo."""
         return self._round + self.backend.pad_single_token
 
     @property
@@ -273,13 +273,13 @@ class MemoryPlan:
         now = sizes(length, dense=False)
         if not model.dense_caches:
             return now
-        # Dense until the longest row has so many, found out between two writes.
+        # Dense until the longest row has this many, checked between two writes.
         most = min(length, self.quantized_kv_start - 1 + self._max_write)
         return max(now, sizes(most, dense=True), key=sum)
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest n from 1 to ``limit`` for which ``fits(n)``; 0 when none does.
+    """The largest n from 1 to ``limit`` for which ``fits(n)``; 0 if there is none.
 
     ``fits`` must be true up to some n and false from there on.
     """

@@ -37,12 +37,12 @@ from ..models.runner import cache_options
 from .geometry import CacheGeometry, ModelGeometry
 from .plan import MemoryPlan
 
-# Layers whose arrays the device has not given back yet, at most: MLX hands CUDA a graph
-# of about a layer's operations at a time, waits where ten are under way, and gives an
-# array back with the graph that used it last.
+# The most layers whose arrays are not freed yet. MLX gives CUDA a graph of about one
+# layer's operations at a time, waits if ten are running, and frees an array with the
+# last graph that used it.
 UNDER_WAY = 10
-# Copies of what a recurrent layer holds of a token, in its scan: of one that goes token
-# by token, and of one that scores tokens in pairs.
+# Copies of what a recurrent layer holds for a token, in a scan that goes token by
+# token, and in one that scores tokens in pairs.
 SCAN_COPIES = 3, 5
 # Of what a draft head reads of the target: as it is recorded, joined, and normed.
 FEATURE_COPIES = 3

@@ -1,4 +1,4 @@
-"""Loading models: MLX folders, hub ids, GGUF files; vocabulary checks."""
+"""Loads models (MLX folders, hub ids, GGUF files) and runs them."""
 
 from .convert import convert
 from .loaded import LoadedModel, context_length

@@ -1,4 +1,4 @@
-"""LoRA adapters, as mlx-lm trains them, put on a model that is loaded."""
+"""Applies LoRA adapters, as mlx-lm trains them, to a loaded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_RANK = 1 << 14
 
 
 def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
-    """Put the adapter of a folder on ``model``, in place; nothing is computed.
+    """Apply the adapter in a folder to ``model``, in place; nothing is computed.
 
     LoRA, DoRA and full fine-tunes, as ``mlx_lm.lora`` writes them. The adapter stays
     beside the weights (it is not fused), so that the arithmetic is mlx-lm's own.
@@ -43,7 +43,7 @@ def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
 
 
 def _check(folder: Path) -> None:
-    """Refuse what mlx-lm could not read, or not in bounded time and memory."""
+    """Refuse adapters that mlx-lm cannot read, or only with too much time or memory."""
     for name in (_CONFIG, _WEIGHTS):
         path = folder / name
         if not path.exists():

@@ -52,11 +52,11 @@ class Function:
 
 
 class _CannotCompileError(Exception):
-    """A forward did not do to all caches what a decode step does: so it is written."""
+    """A forward did not write to all caches as a decode step does."""
 
 
 class CompiledForwards:
-    """Forwards of ``model``, compiled where that is possible.
+    """Forwards of ``model``, compiled if possible.
 
     Args:
         model: an mlx-lm model.
@@ -106,7 +106,7 @@ class CompiledForwards:
         *,
         padding: int = 0,
     ) -> tuple[Any, mx.array | None] | None:
-        """Call a method of the model that takes arrays, and then the caches.
+        """Call a method of the model with arrays and the caches.
 
         Args:
             name: of the method, which writes a token to every cache for each column of
@@ -170,14 +170,14 @@ class CompiledForwards:
         return found, hidden
 
     def look_at_weights(self) -> None:
-        """Drop all graphs if weights were replaced: graphs hold those of their time."""
+        """Drop all graphs if weights were replaced, since graphs hold the old ones."""
         if self._weights.replaced():
             self._functions.clear()
 
     @classmethod
     @contextmanager
     def at_once(cls) -> Iterator[None]:
-        """Build graphs when shapes are first met: to measure what will run."""
+        """Build graphs when shapes are first met, to measure what will run."""
         CompiledForwards._at_once += 1
         try:
             yield
@@ -190,7 +190,7 @@ class CompiledForwards:
 
     @property
     def _called(self) -> str:
-        """The model's architecture, as mlx-lm's modules are called."""
+        """The model's architecture: the name of its module in mlx-lm."""
         return type(self._model).__module__
 
     def _make(

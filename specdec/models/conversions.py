@@ -1,4 +1,4 @@
-"""What converting weights holds beside them while a model is loaded.
+"""The memory that converting weights takes while a model is loaded.
 
 Weights are read, cast and widened one after the other; while one is converted, both its
 forms are held, and what the conversion takes.
@@ -24,7 +24,7 @@ _FLOAT32 = 4
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """What of ``model`` decides how much its conversion holds."""
+    """The sizes of ``model`` that decide how much its conversion holds."""
     packed = {
         path: layer.weight.size * 32 // layer.bits + layer.scales.size
         for path, layer in leaves_of(model)
@@ -64,7 +64,7 @@ class Weights:
 
 
 class Conversions:
-    """The fullest moment of the conversions noted, in bytes.
+    """The peak of the conversions noted, in bytes.
 
     It is taken to be the last one: everything is converted, but for what holds most
     beside its result.
@@ -74,7 +74,7 @@ class Conversions:
         self._most = 0
 
     def peak(self, model: nn.Module) -> int:
-        """Most that was held at any moment, and at least the model itself."""
+        """The most that was held at any moment, at least the model itself."""
         return max(self._most, sum(weights_of(model).arrays.values()))
 
     def _note(self, results: Iterable[int], beside: Iterable[int]) -> None:
@@ -83,7 +83,7 @@ class Conversions:
     def reading(
         self, file: GGUFFile, config: dict[str, Any], form: WeightFormat
     ) -> None:
-        """Tensors of a GGUF file: in parts that are joined, each through float32."""
+        """Tensors of a GGUF file, converted in parts through float32, then joined."""
         arrays, packed = read_weights(file, config, form, lazy=True)
 
         def beside(name: str, array: mx.array) -> int:
@@ -95,7 +95,7 @@ class Conversions:
         self._note(results, (beside(*each) for each in arrays.items()))
 
     def casting(self, before: Weights, after: Weights, dtype: mx.Dtype) -> None:
-        """Layers of a folder, read as they are cast."""
+        """Layers of a folder, read while they are cast."""
         old, new = before.layers, after.layers
 
         def beside(layer: str) -> int:
@@ -109,15 +109,15 @@ class Conversions:
         self._note(new.values(), map(beside, new))
 
     def widening(self, before: Weights, after: Weights) -> None:
-        """All are loaded; each array that changes is replaced in turn."""
+        """All layers are loaded; each array that changes is replaced in turn."""
         changed = (n for p, n in before.arrays.items() if n != after.arrays[p])
         self._note(after.arrays.values(), changed)
 
     def joining(self, model: nn.Module) -> None:
-        """All are loaded; layers of one input are stacked, a group at a time."""
+        """All layers are loaded; those with one input are joined, a group at a time."""
         self._note(weights_of(model).arrays.values(), [joining_bytes(model)])
 
     def quantizing(self, target: Weights, draft: Weights) -> None:
-        """The target's layers, through floats where they are packed."""
+        """The target's layers, through floats if they are packed."""
         layers = draft.layers
         self._note(layers.values(), map(target.unpacking, layers))

@@ -1,4 +1,4 @@
-"""GGUF files to folders that mlx-lm loads."""
+"""Converts GGUF files to folders that mlx-lm loads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def convert(
 def _check_tokenizer(
     folder: Path, tokenizer: TokenizerWrapper, source: str | Path
 ) -> None:
-    """Make sure that what mlx-lm loads from the folder is that tokenizer.
+    """Check that mlx-lm loads this very tokenizer from the folder.
 
     transformers puts its own in for some model types, Qwen 2 among them, whatever
     the folder says; which is right for Qwen's models and wrong for others.
@@ -98,7 +98,7 @@ def _check_tokenizer(
 
 
 def _usable(out_dir: str | Path) -> Path:
-    """The folder, made absolute, when it looks as if it could be written.
+    """The folder as an absolute path, if it can probably be written.
 
     Asked before the model is loaded, which takes a while.
     """

@@ -36,7 +36,7 @@ _SHAPE = {
 
 
 def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The card of a draft's folder; ``None`` where there is none.
+    """The card of a draft's folder; ``None`` if there is none.
 
     Raises:
         ModelError: it cannot be read, or the draft beside it is not whole.
@@ -55,14 +55,14 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
         ) from error
     if not path.with_name("config.json").exists():  # written last, removed first
         raise ModelError(
-            f"{path.parent} is half written, specdec distill was stopped there: give "
+            f"{path.parent} is half written, because specdec distill was stopped: run "
             "its command again, with --resume"
         )
     return card
 
 
 def has_layers_only(card: dict[str, Any] | None) -> bool:
-    """Whether embedding and head are to come from the target."""
+    """Whether the target provides embedding and head."""
     return card is not None and card.get("embedding") == "target"
 
 
@@ -90,7 +90,7 @@ def is_made_for(card: dict[str, Any], target: LoadedModel) -> bool:
 
 
 def check_target(card: dict[str, Any], source: str, target: LoadedModel) -> None:
-    """Warn where a draft was made for another target."""
+    """Warn if a draft was made for another target."""
     if not is_made_for(card, target):
         made_for = card.get("target") or {}
         log.warning(
@@ -105,7 +105,7 @@ def check_target(card: dict[str, Any], source: str, target: LoadedModel) -> None
 def open_layers(
     source: str, *, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A draft of which only layers are stored, without embedding and head.
+    """A draft that stores only layers, without embedding and head.
 
     Nothing is computed. :func:`lend` gives it what it lacks.
 
@@ -143,7 +143,7 @@ def open_layers(
 
 
 def take_type(model: nn.Module, target: Described) -> None:
-    """Let a draft that the target lends its embedding compute in its 16-bit type.
+    """Let a draft that uses the target's embedding compute in its 16-bit type.
 
     Of two such types MLX makes float32.
 
@@ -162,7 +162,7 @@ def _lender(target: Described) -> nn.Module:
 
 
 def lend(model: nn.Module, source: str, target: Described) -> None:
-    """Let a model of :func:`open_layers` have the target's embedding and head.
+    """Give a model of :func:`open_layers` the target's embedding and head.
 
     Raises:
         UnsupportedModelError: it is of another width, or the target's architecture is

@@ -1,4 +1,4 @@
-"""Model folders, looked at before mlx-lm opens them.
+"""Checks model folders before mlx-lm opens them.
 
 mlx-lm reads each file that has the right name and builds all layers before it compares
 them with the weights. So what is looked at here is that the files are plain, and that
@@ -44,7 +44,7 @@ _TOKEN_FIELDS = {
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder that mlx-lm could not load, or not in bounded time and memory.
+    """Refuse a folder that mlx-lm cannot load, or only with too much time or memory.
 
     Raises:
         ModelError: a file in it is none to be read, there is no usable
@@ -71,12 +71,12 @@ def check_folder(path: Path) -> None:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether there are weights of the name that mlx-lm looks for."""
+    """Whether there are weights under the name that mlx-lm expects."""
     return any(path.glob(_WEIGHTS))
 
 
 def check_files(path: Path) -> None:
-    """Refuse a folder with files that take no end to read.
+    """Refuse a folder with files that cannot be read to an end.
 
     Raises:
         ModelError: a file in it is not plain, or is too large to be what it is
@@ -121,7 +121,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse sizes that no model has, before one of these sizes is made.
+    """Refuse sizes that no model has, before arrays of these sizes are made.
 
     Raises:
         ModelError: one is larger; it is named.
@@ -145,7 +145,7 @@ def _check_layers(config: Mapping[str, Any], file: Path, tensors: int) -> None:
 
 
 def _check_added_tokens(path: Path) -> None:
-    """Look where transformers does."""
+    """Check the files that transformers reads."""
     settings = _table(path / "tokenizer_config.json")
     found = {"tokenizer_config.json": [*_marked(settings)]}
     if "added_tokens_decoder" in settings:
@@ -162,7 +162,7 @@ def _check_added_tokens(path: Path) -> None:
             for field in unknown:
                 raise ModelError(
                     f"{path / name} has an added token with the field "
-                    f"{quoted(field)}, which there is not: download it again"
+                    f"{quoted(field)}, which does not exist: download it again"
                 )
 
 
@@ -173,7 +173,7 @@ def _members(holder: Any) -> list[Any]:
 
 
 def _marked(holder: Any) -> Iterator[Any]:
-    """The added tokens that say so themselves, at any depth."""
+    """The entries that are added tokens, at any depth."""
     if isinstance(holder, dict) and holder.get("__type") == "AddedToken":
         yield holder
     for each in _members(holder):
@@ -181,7 +181,7 @@ def _marked(holder: Any) -> Iterator[Any]:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """What a file holds that has a table; nothing, where loading will say why."""
+    """The table in a file; empty if it cannot be read, which loading will report."""
     try:
         return read_table(file)
     except (FileNotFoundError, DataError):
@@ -189,7 +189,7 @@ def _table(file: Path) -> dict[str, Any]:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Every number with its key, of parts and lists too."""
+    """Every number with its key, also in parts and lists."""
     waiting: list[tuple[str, Any]] = list(config.items())
     while waiting:
         key, value = waiting.pop()
@@ -202,12 +202,12 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 def tokenizer_config(trust_remote_code: bool) -> dict[str, Any]:
-    """What mlx-lm is to pass on to transformers."""
+    """Arguments that mlx-lm passes on to transformers."""
     return {"trust_remote_code": bool(trust_remote_code)}
 
 
 def refused_code(source: str, error: Exception) -> UnsupportedModelError | None:
-    """The error of ours where ``error`` says that code was not run; else ``None``."""
+    """Our error, if ``error`` says that code was not run; else ``None``."""
     # Both libraries name their own option there.
     if not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
         return None

@@ -1,4 +1,4 @@
-"""What some layers of a model put out, beside its logits."""
+"""Records the outputs of some layers of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HiddenStates:
         self._outputs: dict[int, mx.array] = {}
 
     def record(self, layer: int) -> Called:
-        """What a layer's calls become, so that what it puts out is taken."""
+        """A replacement for a layer's call that records its output."""
 
         def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             output = usual(*args, **kwargs)
@@ -35,7 +35,7 @@ class HiddenStates:
         return called
 
     def check(self, name: str) -> None:
-        """See what a forward of one token has left, and forget it.
+        """Check what a forward of one token has recorded, and drop it.
 
         Raises:
             UnsupportedModelError: it is not one state for each layer.
@@ -49,7 +49,7 @@ class HiddenStates:
                 )
 
     def take(self) -> mx.array:
-        """Those of the last forward, shape (B, S, D), and forget them.
+        """Return those of the last forward, shape (B, S, D), and drop them.
 
         D is the hidden size, times the number of layers.
         """
@@ -61,7 +61,7 @@ class HiddenStates:
 def record_layers(
     model: nn.Module, layers: Sequence[int], name: str
 ) -> tuple[nn.Module, HiddenStates]:
-    """A second model object that shares all weights, and what its layers put out.
+    """A second model object that shares all weights, and a record of its layers.
 
     Args:
         model: an mlx-lm model; it does not change.

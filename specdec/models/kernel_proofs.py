@@ -1,4 +1,4 @@
-"""Proofs and choices of kernels on disk, once for a device and its versions."""
+"""Keeps proofs and choices of kernels on disk, by device and versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_ENTRIES = 16
 
 
 def kept_proofs() -> AbstractContextManager[None]:
-    """Within this, proofs and choices are looked for on disk, and kept there."""
+    """Within it, proofs and choices are read from disk, and kept there."""
     path = kept_path("kernels.json")
     kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
     return proofs.kept_in(KeptProofs(kept, proof_key()))
@@ -43,12 +43,12 @@ class KeptProofs:
         self._file, self._key = file, key
 
     def get(self, name: str) -> bool | None:
-        """What was found; ``None``: nothing."""
+        """What was found out; ``None``: nothing."""
         found = self._entry().get(name)
         return found if isinstance(found, bool) else None
 
     def put(self, name: str, found: bool) -> None:
-        """Keep what was found."""
+        """Keep what was found out."""
         self._file.save(self._key, self._entry() | {name: found})
 
     def _entry(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models that run with caches for some of their layers only.
+"""Models that run with caches for only some of their layers.
 
 A model may ask for caches that it never writes. A draft is the target with some of its
 layers skipped, which shares its weights.
@@ -20,7 +20,7 @@ from .row_positions import with_row_positions
 
 
 class FewerCaches(nn.Module):
-    """A model with caches for just some of the places that it asks one for.
+    """A model with caches for only some of the places that it asks for.
 
     The model takes its masks from a cache of each kind, at a place of its choice.
     Where there is none, it is shown the nearest cache of the same kind.
@@ -48,11 +48,11 @@ class FewerCaches(nn.Module):
         return self.of_all(make_prompt_cache(self.model))
 
     def of_all(self, caches: Sequence[Any]) -> list[Any]:
-        """Of one cache for each that the model asks for, those that are kept."""
+        """The caches that are kept, of one for each place."""
         return [caches[i] for i in self._kept]
 
     def among_all(self, kept: Sequence[Any]) -> list[Any]:
-        """The inverse of :meth:`of_all`: the others are empty ones of mlx-lm's."""
+        """The inverse of :meth:`of_all`: the others are empty caches of mlx-lm."""
         caches = make_prompt_cache(self.model)
         for i, cache in zip(self._kept, kept, strict=True):
             caches[i] = cache
@@ -89,7 +89,7 @@ def without_idle(
 
 
 class SkippingModel(FewerCaches):
-    """A model of which only some layers run, with caches for just those.
+    """A model that runs only some of its layers, with caches for only those.
 
     Layers keep their places, and so their kind where it goes by the place (every
     sixth of Gemma 3 sees everything).
@@ -130,7 +130,7 @@ class SkippingModel(FewerCaches):
 
 
 def _skipped(layer: nn.Module) -> nn.Module:
-    """A twin of a layer that hands on what it is given, and has no weights."""
+    """A stand-in for a layer that returns its input, and has no weights."""
     twin: Any = calling(layer, lambda usual, args, kwargs: first_of(args, kwargs))
     # Models look at their layers' parts: they are there, as attributes.
     vars(twin).update(twin)
@@ -145,7 +145,7 @@ def _check_attention(
     places: Sequence[int | None],
     name: str,
 ) -> None:
-    """Refuse layers that leave no positions, which a cache of attention knows."""
+    """Refuse layers without attention: only its caches know positions."""
     attention = [i for i, c in enumerate(caches) if not isinstance(c, ArraysCache)]
     if not kept or (attention and not set(attention) & set(kept)):
         wanted = attention or range(len(caches))
@@ -157,7 +157,7 @@ def _check_attention(
 
 
 def _stand_ins(caches: Sequence[Any], kept: Sequence[int]) -> tuple[int | None, ...]:
-    """For the place of each cache, which of those kept to show there.
+    """For the place of each cache, which kept cache to show there.
 
     ``None``: none, since those hold keys and this one states, or the reverse.
     """

@@ -53,7 +53,7 @@ def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def text_model(model: nn.Module, name: str, what: str) -> nn.Module:
-    """The part that reads and writes text, of a model whose parts are known.
+    """The part of a known model that reads and writes text.
 
     Args:
         name: of the model.
@@ -72,7 +72,7 @@ def text_model(model: nn.Module, name: str, what: str) -> nn.Module:
 
 
 def architecture_of(model: nn.Module) -> str:
-    """What mlx-lm's modules call the model's architecture."""
+    """The model's architecture, by mlx-lm's name."""
     return type(model).__module__.rpartition(".")[2]
 
 
@@ -80,7 +80,7 @@ Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def calling(module: nn.Module, called: Called) -> nn.Module:
-    """A twin of a module that shares its weights, and does something else when called.
+    """A twin of a module that shares its weights, with another call.
 
     Args:
         called: is given what the module's own ``__call__`` is, as a function, and the

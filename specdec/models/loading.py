@@ -1,4 +1,4 @@
-"""Models by name: MLX folders, hub ids, GGUF files, and a target's own copy."""
+"""Loads models by name: MLX folders, hub ids, GGUF files, drafts of a target."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def check_origin(
     revision: str | None,
     ranks: Ranks | None,
 ) -> None:
-    """Refuse an adapter, or a revision, of a model that can have none.
+    """Refuse an adapter or a revision for a model that cannot have one.
 
     Raises:
         ConfigError: it cannot.
@@ -145,15 +145,15 @@ def check_origin(
         )
     if ranks is not None and adapter_path is not None:
         raise ConfigError(
-            "adapter_path does not go with tensor parallelism: mlx-lm shards no "
-            "adapters; put it into the weights with mlx_lm.fuse"
+            "adapter_path does not go with tensor parallelism: mlx-lm cannot shard "
+            "adapters; merge it into the weights with mlx_lm.fuse"
         )
 
 
 def take_shard(
     model: nn.Module, config: Mapping[str, Any], ranks: Ranks, name: str
 ) -> None:
-    """Leave of a model this rank's shard, in place, when all have the same model.
+    """Reduce a model to this rank's shard, in place, if all have the same model.
 
     Raises:
         UnsupportedModelError: see :func:`~specdec.models.sharding.shard`.
@@ -173,7 +173,7 @@ def adopt(
     *,
     name: str | None = None,
 ) -> LoadedModel:
-    """A model that ``mlx_lm.load`` returned, or one of its kind made otherwise.
+    """Take a model that ``mlx_lm.load`` returned, or a similar one.
 
     Its products are fitted to the backend in place, see :func:`fit`: on a CPU packed
     weights then compute in float32.
@@ -208,7 +208,7 @@ def adopt(
 
 
 def fit(model: Any, *, joins: bool = True) -> None:
-    """Let a model's products be computed in the way that is fast on this backend.
+    """Let a model compute its products in the fastest way on this backend.
 
     Every model that is loaded here is so. One that was made in another way may be:
     in place, with the same weights under the same names.
@@ -278,7 +278,7 @@ def load_draft(
 def _load_made(
     draft: ModelDraft, target: LoadedModel, dtype: str | None, trust_remote_code: bool
 ) -> LoadedModel:
-    """Load a draft that has files of its own, and perhaps a card."""
+    """Load a draft that has files of its own, and maybe a card."""
     source = draft.source
     card = read_card(source)
     located = locate_target(source)
@@ -314,15 +314,15 @@ def _load_made(
 
 
 def check_no_adapter(draft: ModelDraft) -> None:
-    """Refuse an adapter for a draft that works with its target alone.
+    """Refuse an adapter for a draft that is not a model of its own.
 
     Raises:
         ConfigError: it has one.
     """
     if draft.adapter_path is not None:
         raise ConfigError(
-            f"draft {shorten(draft.name)} takes no adapter: it is no model of its own; "
-            "leave the adapter out"
+            f"draft {shorten(draft.name)} takes no adapter: it is not a model of its "
+            "own; leave the adapter out"
         )
 
 
@@ -362,7 +362,7 @@ def _load_folder_or_hub(
 
 
 def folder_of(source: str, revision: str | None = None) -> Path:
-    """The folder of a model; one of the hub is fetched if it is not on this machine.
+    """The folder of a model; it is downloaded if it is not on this machine.
 
     Raises:
         ModelError: it is not there, and cannot be fetched.
@@ -384,7 +384,7 @@ def folder_of(source: str, revision: str | None = None) -> Path:
 
 
 def explain(source: str, error: Exception) -> ModelError:
-    """The error of ours for what mlx-lm's loader raised."""
+    """Our error for an error of mlx-lm's loader."""
     text = first_line(error).rstrip(".: ")
     if (refused := refused_code(source, error)) is not None:
         return refused
@@ -405,7 +405,7 @@ def explain(source: str, error: Exception) -> ModelError:
 
 
 def _of_the_hub(source: str, error: Exception) -> str:
-    """What to do where the hub's client raised ``error``, known by its name."""
+    """Advice for an error of the hub's client, by its name."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return (

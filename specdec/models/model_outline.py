@@ -1,4 +1,4 @@
-"""Models without their weights: shapes and types alone, read from headers.
+"""Models without weights: only shapes and types, read from headers.
 
 MLX computes nothing until it is asked to, so the model that mlx-lm itself builds
 from a folder's headers, or from a configuration, has every shape and type of the
@@ -61,7 +61,7 @@ from .vocabulary import VocabularyMap, map_vocabulary
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model that must not be computed with.
+    """A model that cannot compute.
 
     Args:
         model: an mlx-lm model whose weights are not evaluated.
@@ -178,7 +178,7 @@ def outline_draft(
 def _outline_head(
     draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
 ) -> ModelOutline | None:
-    """Of a draft head; ``None`` where the draft is none."""
+    """The outline of a draft head; ``None`` if the draft is not a head."""
     if draft.bits is not None:
         return None
     source = str(target.tokens) if draft.mtp else locate_target(draft.source)
@@ -209,7 +209,7 @@ def _outline_layers(
     dtype: mx.Dtype | None,
     trust_remote_code: bool,
 ) -> ModelOutline:
-    """Of a draft that takes its embedding from the target."""
+    """The outline of a draft that takes its embedding from the target."""
     conversions = Conversions()
     model, config = open_layers(draft.source, trust_remote_code=trust_remote_code)
     if dtype is not None:
@@ -223,7 +223,7 @@ def _outline_layers(
 
 
 def _fit(model: nn.Module, conversions: Conversions) -> None:
-    """As :func:`specdec.models.loading.fit` does, but for what takes no memory."""
+    """As :func:`specdec.models.loading.fit`, for what changes memory."""
     backend = defaults()
     if backend.name == "cpu":
         before = weights_of(model)
@@ -234,7 +234,7 @@ def _fit(model: nn.Module, conversions: Conversions) -> None:
 
 
 def _folder(name: str, path: Path, revision: str | None = None) -> Path:
-    """The folder, or the ``config.json``, that is meant."""
+    """The folder, or the ``config.json``, that a name stands for."""
     if path.is_file() and path.suffix == ".json":
         return path
     if path.exists():
@@ -323,7 +323,7 @@ def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
 def check_tokenizers(
     target: ModelOutline, draft: ModelOutline, *, trust_remote_code: bool = False
 ) -> VocabularyMap | None:
-    """What a draft's vocabulary shares with the target's.
+    """The share of the target's vocabulary that a draft has.
 
     Where one is a configuration without weights there is nothing to compare. A
     vocabulary takes some seconds, so that of a target alone is not looked at.

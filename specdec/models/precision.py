@@ -77,7 +77,7 @@ def widen_packed(model: nn.Module, *, lazy: bool = False) -> None:
 
 
 def _cast_floats(model: nn.Module, dtype: mx.Dtype, *, lazy: bool) -> None:
-    """Cast floating weights one by one, but for those that the model excludes."""
+    """Cast floating weights one by one, except those that the model excludes."""
     may_cast = predicate(model, "cast_predicate")
     arrays = arrays_of(model)
     while arrays:
@@ -91,7 +91,7 @@ def _cast_floats(model: nn.Module, dtype: mx.Dtype, *, lazy: bool) -> None:
 
 
 def predicate(model: nn.Module, name: str) -> Callable[..., Any]:
-    """The model's own word on which parts to cast or to quantize; else all of them."""
+    """Which parts to cast or quantize, if the model says; else all."""
     return getattr(model, name, None) or (lambda *part: True)
 
 
@@ -178,6 +178,6 @@ def _dequantized(layer: Any, dtype: mx.Dtype, *, lazy: bool) -> Any:
 
 
 def _float_type(layer: Any) -> mx.Dtype:
-    """What a quantized layer computes in."""
+    """The type that a quantized layer computes in."""
     dtype: mx.Dtype = layer.scales.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16

@@ -1,4 +1,4 @@
-"""mlx-lm's prompt-cache files: read into the prefix store, and written from it."""
+"""Reads mlx-lm's prompt-cache files into the prefix store, and writes them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_prompt_cache(
     if not 0 < length <= len(tokens):
         raise CacheError(
             f"{name} holds {length} tokens and the prompt has {len(tokens)}: "
-            "give the prompt that it was made of"
+            "give the prompt that it was made from"
         )
     # As if one chunk had written it all: rings serve their very end only.
     session = prefixes.begin([tokens[:length]], max_write=0)
@@ -115,7 +115,7 @@ def write_prompt_cache(
     except (OSError, RuntimeError, ValueError) as error:
         raise CacheError(
             f"{shorten(os.fspath(file))} cannot be written ({error}): name a file "
-            "that ends in .safetensors, in a folder that is there"
+            "that ends in .safetensors, in an existing folder"
         ) from error
     return length
 
@@ -134,7 +134,7 @@ def _prefixes(runner: ModelRunner) -> ModelPrefixes:
 
 
 def _like_the_model(runner: ModelRunner, singles: list[Any], name: str) -> list[Any]:
-    """Batch caches of one row, after a comparison with those of the model."""
+    """Batch caches of one row, compared with the model's."""
     wanted = make_batch_caches(runner.model, 1, runner.options, runner.name)
     # Builds a graph to read its shapes; nothing is computed.
     runner.model(mx.array([[0]]), cache=wanted)

@@ -118,7 +118,7 @@ def read_header(path: Path) -> File:
         nbytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(nbytes - 8, _MAX_HEADER):
-            raise DamagedError("it is cut short, or no safetensors file")
+            raise DamagedError("it is cut short, or not a safetensors file")
         header = file.read(length)
     fields, arrays = _parsed(header)
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:

@@ -1,4 +1,4 @@
-"""Prompts: read from files, put into chat templates, turned into token ids.
+"""Reads prompts from files, applies chat templates, and makes token ids.
 
 No mlx here.
 """

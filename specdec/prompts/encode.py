@@ -1,4 +1,4 @@
-"""A prompt as token ids: a text, chat messages, or the ids themselves."""
+"""Encodes a prompt (text, chat messages or token ids) as token ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """The size beyond which a prompt cannot fit, known before any work on it.
+    """The largest prompt that can fit, checked before any work.
 
     Args:
         tokenizer: of the target.
@@ -62,7 +62,7 @@ class PromptLimit:
 
     @cached_property
     def max_bytes(self) -> int:
-        """Bytes that no prompt of ``context_length`` tokens exceeds."""
+        """The most bytes of a prompt of ``context_length`` tokens."""
         if self.context_length is None:
             return MAX_PROMPT_BYTES
         vocabulary = self.tokenizer.get_vocab()
@@ -114,7 +114,7 @@ def encode_all(
     limit: PromptLimit = NO_CONTEXT,
     **encoding: Unpack[Encoding],
 ) -> list[EncodedPrompt]:
-    """Encode several prompts; an error names the index of the prompt that has it."""
+    """Encode several prompts; an error names the prompt's index."""
     single = isinstance(prompts, str | bytes | Mapping)
     if single or not isinstance(prompts, Iterable):
         way_out = "[[message]]" if isinstance(prompts, Mapping) else "[prompt]"
@@ -243,7 +243,7 @@ def _has_chat_template(tokenizer: Any) -> bool:
 
 
 def check_text(text: str) -> None:
-    """Refuse a text that is blank, or no Unicode."""
+    """Refuse a text that is blank, or not Unicode."""
     if not text.strip():
         raise PromptError("it is empty")
     _check_unicode(text)
@@ -310,7 +310,7 @@ def _render(
 def check_messages(
     messages: Sequence[Any], limit: PromptLimit = NO_CONTEXT
 ) -> list[Mapping[str, Any]]:
-    """Chat messages, each with one text for content."""
+    """Chat messages, each with one text as its content."""
     limit.check_count(len(messages), "messages")  # a token or more each
     messages = [_with_text(message) for message in messages]
     for message in messages:
@@ -334,7 +334,7 @@ def check_messages(
 
 
 def _with_text(message: Any) -> Any:
-    """The message; content in parts, as OpenAI has it, becomes one text."""
+    """The message; content in parts (OpenAI's form) becomes one text."""
     parts = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(parts, list) or not parts:
         return message

@@ -1,4 +1,4 @@
-"""Prompts of a file: a text a line, or JSON."""
+"""Reads prompts from files: plain text, one per line, or JSON."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _read(path: str | Path, name: str) -> bytes:
 
 
 def _is_descriptor(path: str | Path) -> bool:
-    """Whether it is a stream that this process was given, as by ``<(command)``."""
+    """Whether it is a stream given to this process, such as ``<(command)``."""
     return os.path.abspath(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/"))
 
 
@@ -192,7 +192,7 @@ def _record_of(row: Any, where: str) -> PromptRecord:
 
 
 def _prompt_of(key: str, prompt: Any) -> Prompt:
-    """The prompt that stands under one of ``_PROMPT_KEYS``."""
+    """The prompt under one of ``_PROMPT_KEYS``."""
     if key == "messages":
         if not isinstance(prompt, list) or not prompt:
             raise PromptError("expected a list of chat messages")

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: requests in lines, answers in lines."""
+"""The process that renders chat templates: a line in, a line out."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def template_of(
 
 
 class _Child:
-    """The process, started when it is first needed."""
+    """The process, started at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -192,7 +192,7 @@ class _Child:
 def _exchange(
     process: subprocess.Popen[bytes], line: bytes, seconds: float
 ) -> bytes | None:
-    """A line sent, and the line that answers it.
+    """Send a line, and read the line that answers it.
 
     Returns:
         What came: less than a line where the process ended; ``None`` where it did
@@ -232,7 +232,7 @@ start = _CHILD.start
 
 
 def _plain(value: object) -> object:
-    """A value that JSON does not have, as transformers shows it to templates."""
+    """A value that JSON lacks, as transformers passes it to templates."""
     if isinstance(value, Mapping):
         return dict(value)
     return f"<{type(value).__name__}>"

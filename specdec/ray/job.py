@@ -97,7 +97,7 @@ class RayJob:
         except Exception as error:  # of many kinds
             raise ConfigError(
                 f"there is no Ray cluster at {address} ({one_line(str(error))}): "
-                "start one with ray start --head, or say --ray local"
+                "start one with ray start --head, or use --ray local"
             ) from error
         self._began = time.monotonic()
         return self

@@ -1,4 +1,4 @@
-"""Logits to tokens, for rows that each have settings of their own."""
+"""Turns logits into tokens, for rows with settings of their own."""
 
 from .grammar_masks import GrammarMasks
 from .noise import Draws, gumbel_noise

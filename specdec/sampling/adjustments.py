@@ -1,4 +1,4 @@
-"""What changes logits before anything is chosen: bias, penalties, min_tokens.
+"""Adjusts logits before a token is chosen: bias, penalties, min_tokens.
 
 The definitions are those of ``mlx_lm.sample_utils.make_logits_processors``, in its
 order; they are computed for all rows at once, from tokens that never leave the
@@ -32,7 +32,7 @@ class Penalty:
     def of(
         cls, rows: Sequence[tuple[float | None, int]], none: float
     ) -> Penalty | None:
-        """The penalty of each row; ``None`` when no row has any."""
+        """The penalty of each row; ``None`` if no row has one."""
         strengths = [none if s is None else s for s, _ in rows]
         if all(s == none for s in strengths):
             return None
@@ -48,7 +48,7 @@ class Penalty:
         num_rows, num_tokens, width = windows.shape
         newest = mx.arange(width) >= width - self.context_size[:, None, None]
         counted = newest & (windows >= 0) & (windows < vocab_size)
-        # What does not count goes to a column after the last.
+        # Tokens that do not count go to an extra column after the last.
         tokens = mx.where(counted, windows, vocab_size)
         row = mx.arange(num_rows)[:, None, None]
         position = mx.arange(num_tokens)[:, None]
@@ -67,7 +67,7 @@ class Adjustments:
     Args:
         bias: shape (B, 1, V), or ``None``.
         early: tokens that must not end a row yet, shape (B, 1, V), boolean.
-        first_end: the first position at which they may, shape (B, 1).
+        first_end: the first position at which they may end it, shape (B, 1).
     """
 
     bias: mx.array | None
@@ -85,7 +85,7 @@ class Adjustments:
         end_tokens: Sequence[AbstractSet[int]],
         vocab_size: int,
     ) -> Adjustments | None:
-        """The adjustments of several requests; ``None`` when none has any."""
+        """The adjustments of several requests; ``None`` if none has any."""
         biases = [p.logit_bias or {} for p in params]
         ends = [
             e if p.min_tokens else frozenset[int]()

@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: top-p, min-p, XTC and top-k, as mlx-lm defines them."""
+"""Filters tokens before sampling: top-p, min-p, XTC and top-k, as mlx-lm does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Filter:
         return cls(top_p=params.top_p, min_p=params.min_p, top_k=params.top_k, **xtc)
 
     def apply(self, logits: mx.array, xtc: mx.array | None = None) -> mx.array:
-        """Log-probabilities of ``logits`` (..., V), minus infinity where refused.
+        """Log-probabilities of ``logits`` (..., V), minus infinity for filtered tokens.
 
         Args:
             xtc: uniform draws, shape (...), that decide where XTC is applied.

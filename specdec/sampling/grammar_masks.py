@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a round's rows allow, at each of its positions.
+"""Masks the tokens that grammars forbid, at each position of a round.
 
 Masks are made on the host, from tokens that it has to read: a row's committed ones, and
 those proposed after them. Whoever asks first, the draft or the target, has them made.
@@ -21,14 +21,14 @@ _ANY = np.uint32(0xFFFFFFFF)
 
 @dataclass
 class _Path:
-    """What a row's masks were made for.
+    """The proposals that a row's masks were made for.
 
     Args:
-        state: where the row is in its grammar.
+        state: the row's state in its grammar.
         ends: tokens that end the row: nothing follows them.
         most: proposals that it may accept.
-        tokens: proposals that each had a mask before it, and were allowed by it.
-        num_masks: positions that have their mask, the first ones.
+        tokens: proposals that were allowed by the mask at their position.
+        num_masks: how many positions, the first ones, have a mask.
     """
 
     state: GrammarState
@@ -45,13 +45,13 @@ class GrammarMasks:
     reached: its mask allows everything.
 
     Args:
-        states: of the rows that follow one, each after the row's committed tokens.
+        states: the grammar states after the committed tokens, by row.
         ends: tokens that end each of these rows.
-        limits: most proposals that each row of the batch may accept.
+        limits: the most proposals that each row of the batch may accept.
         num_tokens: positions of the round, k + 1.
 
     Attributes:
-        errors: rows of which nothing can be said any more, and why.
+        errors: by row, why its grammar has failed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GrammarMasks:
         self.errors: dict[int, str] = {}
 
     def forced(self) -> tuple[list[list[int]], list[int]]:
-        """Tokens that must follow what is committed, and how many, of every row."""
+        """Each row's forced tokens after what is committed, and how many they are."""
         num_rows, num_tokens, _ = self._bits.shape
         tokens = [[0] * (num_tokens - 1) for _ in range(num_rows)]
         lengths = [0] * num_rows
@@ -81,13 +81,13 @@ class GrammarMasks:
         return tokens, lengths
 
     def mask(self, logits: mx.array, proposed: mx.array) -> mx.array:
-        """Logits, minus infinity at what a row's grammar refuses.
+        """Logits, minus infinity for tokens that a row's grammar forbids.
 
         Args:
             logits: of all positions, shape (B, k + 1, V).
             proposed: shape (B, k).
         """
-        # The device goes on with them while the host reads and makes masks.
+        # The device computes them while the host reads and makes masks.
         mx.async_eval(logits)
         self._extend(proposed.tolist())
         return mx.where(_expanded(self._bits, logits), logits, -mx.inf)
@@ -112,7 +112,7 @@ class GrammarMasks:
         return mx.where(allowed, logits, -mx.inf)
 
     def _extend(self, proposed: Any) -> None:
-        """Have the masks of every position up to the one after ``proposed``."""
+        """Make the masks of every position up to the one after ``proposed``."""
         for row, path in self._paths.items():
             tokens = proposed[row][: path.most]
             same = 0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-# Draws of one position with different uses take different keys: the position's
-# own, or one of those split off it.
+# Draws of one position for different uses have different keys: the position's own, or
+# one split off it.
 NUM_KEYS = 4
 _ROUND, XTC, ACCEPT, RESIDUAL = range(NUM_KEYS)
 # Far below -3.1, the noise of the smallest uniform draw above 0 in float32.
@@ -24,7 +24,7 @@ class Draws:
     """The random draws of a round's positions.
 
     Args:
-        positions: of the tokens to choose, shape (B, S), int32.
+        positions: positions of the tokens to choose, shape (B, S), int32.
         gumbel: standard Gumbel noise, shape (B, S, V), float32; ``None`` when no
             row samples.
         xtc: uniform draws in [0, 1), shape (B, S), that decide where XTC is
@@ -36,7 +36,7 @@ class Draws:
     xtc: mx.array | None = None
 
     def at(self, j: int) -> Draws:
-        """The draws of the ``j``-th position alone."""
+        """The draws of just the ``j``-th position."""
         return self._part((slice(None), slice(j, j + 1)))
 
     def first(self, k: int) -> Draws:
@@ -44,7 +44,7 @@ class Draws:
         return self._part((slice(None), slice(k)))
 
     def row(self, i: int) -> Draws:
-        """The draws of row ``i`` alone."""
+        """The draws of just row ``i``."""
         return self._part((slice(i, i + 1),))
 
     def _part(self, which: tuple[slice, ...]) -> Draws:
@@ -82,8 +82,8 @@ def gumbel_noise(
             key = mx.random.split(key, NUM_KEYS)[use]
         return mx.random.gumbel((vocab_size,), key=key)
 
-    # A uniform draw of exactly 0, one in 2**32, gives minus infinity; times a
-    # temperature of 0 that is no number.
+    # A uniform draw of exactly 0 (one in 2**32) gives minus infinity, which is NaN
+    # times a temperature of 0.
     return mx.maximum(_keyed(seed, positions, draw), LOWEST_GUMBEL)
 
 
@@ -99,7 +99,7 @@ def uniform_draws(seed: mx.array, positions: mx.array, *, use: int) -> mx.array:
 def round_draws(
     seed: mx.array, first: mx.array, num_tokens: int, vocab_size: int
 ) -> tuple[mx.array, mx.array]:
-    """Draws that no other round looks at, for decisions about whole prefixes.
+    """Draws that no other round uses, for decisions about whole prefixes.
 
     Such a decision depends on what was drawn for all of a round's positions, those
     after its last kept token too. Had the next round the same draws at the same

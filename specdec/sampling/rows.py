@@ -25,9 +25,9 @@ class RowSampling:
         temperature: shape (B,), float32; 0 is greedy.
         seed: shape (B,), uint32.
         greedy: no row samples, so that no noise is needed.
-        filters: each filter in use, with the rows that it is for; ``None`` for all.
-        adjustments: bias, penalties, min_tokens; ``None`` when no row has any.
-        context_size: newest tokens of every row that the next choice needs.
+        filters: each filter in use, with the rows that it applies to; ``None``: all.
+        adjustments: bias, penalties, min_tokens; ``None`` if no row has any.
+        context_size: how many of a row's newest tokens the next choice needs.
         vocab_size: V, the target's number of logits.
     """
 
@@ -57,7 +57,7 @@ class RowSampling:
         """
         lengths = prompt_lengths or [0] * len(params)
         contexts = [
-            # No row holds more tokens than these.
+            # No row can have more tokens than this.
             min(p.context_size, n + p.max_tokens) if prompt_lengths else p.context_size
             for p, n in zip(params, lengths, strict=True)
         ]
@@ -137,22 +137,22 @@ class RowSampling:
             noise = draws.gumbel[..., : logits.shape[-1]]
             scaled = self.temperature[:, None, None] * noise
             logits = self.filtered(logits, draws) + scaled
-        # The same bytes: no kernel, as converting them would be.
+        # The same bytes; a conversion would be a kernel.
         return mx.argmax(logits, axis=-1).view(mx.int32)
 
     def filtered(self, logits: mx.array, draws: Draws) -> mx.array:
-        """``logits`` in float32, minus infinity at what a row refuses to draw."""
+        """``logits`` in float32, minus infinity for tokens that a row filters out."""
         logits = logits.astype(mx.float32)
         for which, rows in self.filters:
             if rows is None:
                 return which.apply(logits, draws.xtc)
-            # Only the rows that it is for: sorting a vocabulary takes its time.
+            # Only the rows that use it, since sorting a vocabulary takes long.
             xtc = None if draws.xtc is None else draws.xtc[rows]
             logits[rows] = which.apply(logits[rows], xtc)
         return logits
 
     def probabilities(self, logits: mx.array, draws: Draws) -> mx.array:
-        """What the rows draw from, shape (B, S, V), float32; zero where refused.
+        """What the rows draw from, shape (B, S, V), float32; zero for filtered tokens.
 
         A row at temperature 0 has all of it on the arg-max. A draft with fewer
         logits than the target gives the rest nothing.

@@ -1,4 +1,4 @@
-"""The web application of one engine: routes, and answers that end early."""
+"""The web application of one engine: routes, and answers to clients that leave."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def _count_tokens(request: Request) -> Response:
 
 
 async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
-    """What a request asks for, by its JSON."""
+    """Read a request's JSON body."""
     data = await read_body(request, _service(request).config.max_body_bytes)
 
     def parsed(data: bytes) -> T:
@@ -206,7 +206,7 @@ def _endpoint(path: str, parse: Parse) -> Route:
 
 
 class _Answer(Response):
-    """Answers one job; a client that goes away ends it."""
+    """Answers one job; if the client leaves, the job ends."""
 
     def __init__(self, service: Service, rendering: Rendering, path: str):
         super().__init__()
@@ -227,7 +227,7 @@ class _Answer(Response):
             self._service.metrics.answered(self._path, outcome or "left", seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
-        """Answer; how it went."""
+        """Send the answer; return how it ended."""
         service, rendering = self._service, self._rendering
         sent = Sent(send)
         try:

@@ -1,4 +1,4 @@
-"""Parts of conversations that protocols share: tools, texts, template variables."""
+"""What the protocols share of conversations: tools, texts, template variables."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def variables(
 
 
 def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
-    """Tools in OpenAI's form, and whether one has to be called."""
+    """Tools in OpenAI's form, and whether one must be called."""
     for i, tool in enumerate(given):
         at = f"tools[{i}]"
         shaped(tool, {"type": str}, at)
@@ -121,7 +121,7 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
 
 
 def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
-    """Refuse a format beside tools: a call would not follow it."""
+    """Refuse a format together with tools: a call would not follow it."""
     if params.grammar is not None and tools.functions:
         raise Refusal.invalid(
             where,
@@ -130,7 +130,7 @@ def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse names that calls cannot be written with."""
+    """Refuse function names that cannot be written in a call."""
     if not _NAME.fullmatch(name):
         raise Refusal.invalid(
             where,
@@ -139,7 +139,7 @@ def check_name(name: str, where: str) -> None:
 
 
 def arguments_of(text: str, where: str) -> dict[str, Any]:
-    """Arguments of a call, as chat templates have them."""
+    """Arguments of a call in the form that chat templates need."""
     try:
         found = parse_json(text or "{}")
     except DataError as error:
@@ -151,7 +151,7 @@ def arguments_of(text: str, where: str) -> dict[str, Any]:
 def text_of(
     content: Any, where: str, kinds: Sequence[str] = ("text", "refusal")
 ) -> str:
-    """The text of a message's content, be it one text or parts."""
+    """The text of a message's content, which may be a text or parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -1,4 +1,4 @@
-"""Sources of a job as token ids: chat templates, tools, the middle of a text."""
+"""Encodes a job's source as token ids: chat, text, or the middle of a text."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _thinks(tokenizer: Any, tokens: tuple[int, ...]) -> bool:
 
 
 def check_tools(tokenizer: Any, tools: Tools) -> None:
-    """Refuse tools that the model's chat template or its parser cannot have."""
+    """Refuse tools that the model's chat template or parser does not support."""
     template = template_of(tokenizer, tools=tools.functions)
     reads = template is None or "tools" in template
     if not getattr(tokenizer, "has_tool_calling", False) or not reads:
@@ -125,7 +125,7 @@ def check_tools(tokenizer: Any, tools: Tools) -> None:
 
 
 def beginning(tokenizer: Any, name: str | None) -> str:
-    """How an answer begins that calls the function ``name``, or any for ``None``."""
+    """The beginning of an answer that calls ``name``; any function for ``None``."""
     start: str = tokenizer.tool_call_start
     if name is None:
         return start
@@ -140,7 +140,7 @@ def beginning(tokenizer: Any, name: str | None) -> str:
 
 
 def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
-    """What an answer has to be that begins with a call of a strict function."""
+    """The grammar of an answer that begins with a call of a strict function."""
     wanted = [
         tool["function"]
         for tool in tools.functions

@@ -1,4 +1,4 @@
-"""The web application in front of replicas: it gives each request to one of them.
+"""The web application in front of replicas: it passes each request to one of them.
 
 No mlx here.
 """
@@ -56,7 +56,7 @@ _NOT_PASSED_ON = frozenset(
 
 
 def make_front(replicas: Replicas, config: ServerConfig) -> Starlette:
-    """A web application that gives each request to one of the replicas.
+    """A web application that passes each request to one of the replicas.
 
     Its ``state.service`` is the :class:`Front`.
     """
@@ -82,7 +82,7 @@ def make_front(replicas: Replicas, config: ServerConfig) -> Starlette:
 
 
 class Front:
-    """Gives requests to replicas; of one event loop.
+    """Passes requests to replicas; used from one event loop.
 
     Args:
         replicas: entered, or soon.
@@ -103,7 +103,7 @@ class Front:
 
     @property
     def failure(self) -> ServerError | None:
-        """Why there will be no replica any more, if that is so."""
+        """Why there will be no more replicas; ``None``: there will be."""
         return self.replicas.failure
 
     @property
@@ -113,14 +113,14 @@ class Front:
 
     @property
     def status(self) -> str:
-        """In a word."""
+        """The state, in one word."""
         if self._draining:
             return "stopping"
         return "ok" if self.healthy else "starting"
 
     @contextmanager
     def replica(self, blocks: Blocks, tried: Sequence[Replica]) -> Iterator[Replica]:
-        """A replica for a request, which counts as its load."""
+        """Choose a replica for a request, and count the request as its load."""
         if self._draining:
             raise Refusal.stopping()
         ready = [each for each in self.replicas.ready if each not in tried]
@@ -136,7 +136,7 @@ class Front:
             chosen.running -= 1
 
     async def drain(self) -> None:
-        """Take no more requests, and let the replicas end those that run."""
+        """Accept no more requests, and let the replicas finish running ones."""
         self._draining = True
         await self.replicas.stop(self.config.stop_timeout)
 
@@ -182,7 +182,7 @@ def _blocks(body: bytes) -> Blocks:
 
 
 class _Forwarded(Response):
-    """The answer of a replica; a client that goes away ends it there as well."""
+    """A replica's answer; if the client leaves, it ends in the replica as well."""
 
     def __init__(self, front: Front, request: Request, body: bytes, blocks: Blocks):
         super().__init__()
@@ -249,7 +249,7 @@ class _Forwarded(Response):
         try:
             match answer.headers.get(ENDS_HEADER.decode()):
                 case "stopping":
-                    raise httpx.ConnectError("it takes no requests any more")
+                    raise httpx.ConnectError("it accepts no more requests")
                 case "engine_failed":
                     raise httpx.RemoteProtocolError("its engine has failed")
             head = _passed_on(answer.headers.raw)
@@ -269,7 +269,7 @@ def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
 
 
 class _Passed(Sent):
-    """A replica's answer on its way; of a stream, whole events only."""
+    """A replica's answer while it is passed on; a stream in whole events."""
 
     def __init__(self, send: Send):
         super().__init__(send)

@@ -1,4 +1,4 @@
-"""A job, and the events that answer it: the same for all protocols.
+"""A job and the events that answer it, the same for all protocols.
 
 A protocol makes a :class:`Job` of a body. The service answers it with events, in the
 order Begun, Piece and Call, End for each choice; choices mix.
@@ -21,7 +21,7 @@ Tokens: TypeAlias = list[tuple[int, TokenLogprobs]]
 
 @dataclass(frozen=True)
 class Tools:
-    """What the model may call, in OpenAI's form, and whether it has to.
+    """The functions that the model may call, in OpenAI's form, and whether it must.
 
     Args:
         functions: ``{"type": "function", "function": {...}}`` each.
@@ -65,7 +65,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Text:
-    """A text, or token ids, to go on with; with ``suffix`` to fill the middle."""
+    """A text or token ids to continue; with ``suffix``, to fill the middle."""
 
     prompt: str | tuple[int, ...]
     suffix: str | None = None
@@ -89,11 +89,11 @@ class Job:
 
     @property
     def choices(self) -> int:
-        """Answers that it asks for, a row each."""
+        """How many answers it asks for, a row each."""
         return len(self.sources) * self.n
 
     def of_client(self, client: str) -> Job:
-        """The same, with prefixes apart from those of other clients."""
+        """A copy whose prefixes are kept apart from other clients'."""
         salt = json.dumps([client, self.params.cache_salt])
         return replace(self, params=replace(self.params, cache_salt=salt))
 
@@ -115,7 +115,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of a choice; ``tokens`` where log-probabilities were asked for."""
+    """New text of a choice, with ``tokens`` if log-probabilities were asked for."""
 
     choice: int
     kind: Literal["text", "reasoning"]
@@ -171,7 +171,7 @@ class Outcome:
         return self.ended
 
     def take(self, event: Event) -> None:
-        """Add what is new."""
+        """Add an event."""
         if isinstance(event, Piece):
             if event.kind == "text":
                 self.text += event.text

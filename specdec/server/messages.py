@@ -26,7 +26,6 @@ from .routing import BILLING
 from .sampling import MORE, constraint, sampling, stops
 from .service import Service
 
-_CACHE = (dict, None)
 #: What describes a prompt.
 PROMPT: Table = {
     "model": Parameter(str, required=True),
@@ -117,7 +116,7 @@ def parse(body: Any, service: Service) -> MessageRendering:
 
 
 def _format(values: dict[str, Any]) -> dict[str, Any]:
-    """What the wanted format adds to the parameters."""
+    """The parameters for the requested format."""
     if values["output_format"] is not None:
         return constraint(values["output_format"], "output_format")
     return constraint((values["output_config"] or {}).get("format"), NAMES["grammar"])
@@ -240,7 +239,7 @@ def _messages(system: Any, given: Sequence[dict[str, Any]]) -> list[Message]:
 def _user(
     blocks: Sequence[dict[str, Any]], where: str, called: dict[str, str]
 ) -> Iterator[Message]:
-    """A turn of the user: results of tools, then what was said."""
+    """A turn of the user: results of tools, then text."""
     texts = []
     for i, block in enumerate(blocks):
         at = f"{where}[{i}]"
@@ -268,7 +267,7 @@ def _user(
 def _assistant(
     blocks: Sequence[dict[str, Any]], where: str, called: dict[str, str]
 ) -> Iterator[Message]:
-    """A turn of the model: what it thought, said and called."""
+    """A turn of the model: thoughts, text and calls."""
     made: Message = {"role": "assistant", "content": ""}
     calls = []
     for i, block in enumerate(blocks):

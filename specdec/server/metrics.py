@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: of requests as they end, and of the engine."""
+"""Metrics for Prometheus, of requests and of the engine."""
 
 from __future__ import annotations
 
@@ -58,26 +58,26 @@ class Metrics:
         )
 
     def first_token(self, seconds: float) -> None:
-        """A row's first token has come."""
+        """Count a row's first token."""
         self._first.observe(seconds)
 
     def ended(self, result: GenerationResult) -> None:
-        """A row has ended."""
+        """Count a row that has ended."""
         if result.tokens_per_second:
             self._each.observe(1 / result.tokens_per_second)
 
     def answered(self, endpoint: str, outcome: str, seconds: float) -> None:
-        """A request has ended, well or not."""
+        """Count a request that has ended, well or not."""
         self._requests.labels(endpoint, outcome).inc()
         self._seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _Totals(Collector):
-    """What the engine counts itself."""
+    """The engine's own counts."""
 
     def __init__(
         self,

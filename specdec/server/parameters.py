@@ -1,4 +1,4 @@
-"""The one checker of request bodies: tables of parameters, and how they are read.
+"""Checks request bodies, by tables of parameters.
 
 Each protocol has a table of all that its documentation names. A parameter is honoured,
 or refused by name; an unknown one is refused, too.
@@ -40,7 +40,7 @@ class Parameter:
     parts: Mapping[str, Parameter] | None = None
 
     def check(self, name: str, value: Any) -> Any:
-        """The value, if it can be one."""
+        """The value, if it is valid."""
         if self.refused and value not in self.only:
             raise Refusal.unsupported(name, f"{name} is not supported: {self.refused}")
         shaped(value, self.shape, name)
@@ -95,7 +95,7 @@ def shaped(value: Any, shape: Shape, where: str) -> Any:
 
 
 def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
-    """Check the parts that an object has; ``where`` names it."""
+    """Check the parts of an object; ``where`` names it."""
     for name, parameter in table.items():
         if given.get(name) is not None:
             parameter.check(f"{where}.{name}", given[name])
@@ -106,7 +106,7 @@ def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
 def read(body: Any, table: Table) -> dict[str, Any]:
     """The values of all parameters of the table."""
     if not isinstance(body, dict):
-        raise Refusal("the body is no JSON object: send one", code="invalid_type")
+        raise Refusal("the body is not a JSON object: send one", code="invalid_type")
     values = {}
     for name, value in body.items():
         if name not in table:
@@ -114,7 +114,7 @@ def read(body: Any, table: Table) -> dict[str, Any]:
             near = near if near in table else None
             meant = f": {near} is meant?" if near else ": leave it out"
             raise Refusal(
-                f"{quoted(name)} is no parameter of this endpoint{meant}",
+                f"{quoted(name)} is not a parameter of this endpoint{meant}",
                 param=name[:100],
                 code="unknown_parameter",
             )

@@ -1,4 +1,4 @@
-"""The text of an answer, taken apart: reasoning, text, tool calls."""
+"""Splits the text of an answer into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Parts:
                 list(self.feed(encoded.begun))
 
     def feed(self, text: str, tokens: Tokens | None = None) -> Iterator[Piece | Call]:
-        """The parts that ``text`` adds; ``tokens`` came with it."""
+        """The parts that ``text`` adds; ``tokens`` belong to it."""
         if self._state is None:
             if text or tokens:
                 yield Piece(self._choice, "text", text, tokens)

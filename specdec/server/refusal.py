@@ -23,7 +23,7 @@ _ANTHROPIC = {
 
 
 class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
-    """A request that is not answered, or not to its end.
+    """A request that is not answered, or not completely.
 
     Args:
         message: one line that names the way out.
@@ -60,12 +60,12 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
 
     @classmethod
     def later(cls, code: str, message: object) -> Self:
-        """A request to be repeated later, or at another server."""
+        """A request to repeat later, or at another server."""
         return cls(message, status=503, code=code, retry_after=5)
 
     @classmethod
     def stopping(cls) -> Self:
-        """No more requests are taken."""
+        """No more requests are accepted."""
         return cls.later("stopping", "the server is stopping: ask another one")
 
     @property
@@ -97,7 +97,7 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
 
 
 def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
-    """What an error of the engine's says to a client.
+    """The refusal for an error of the engine.
 
     Args:
         names: parameters of the protocol, by the fields of ``SamplingParams``; those

@@ -1,4 +1,4 @@
-"""From events to bytes: the common part of all protocols' renderings."""
+"""Turns events into bytes: what all protocols share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sse(payload: object, event: str | None = None) -> bytes:
 
 
 class Rendering(ABC):
-    """One request on its way: the job, and its answer in one protocol.
+    """A job, and its answer in one protocol.
 
     Args:
         job: what is asked for.
@@ -36,7 +36,7 @@ class Rendering(ABC):
         self.outcomes: list[Outcome] = []
 
     def take(self, event: Event) -> None:
-        """Note what is new."""
+        """Take an event."""
         if isinstance(event, Begun):
             self.outcomes.append(Outcome(event))
         else:
@@ -49,7 +49,7 @@ class Rendering(ABC):
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The response, where it is not streamed."""
+        """The response, if it is not streamed."""
 
     @abstractmethod
     def stream(self, event: Event) -> Iterator[bytes]:
@@ -60,16 +60,16 @@ class Rendering(ABC):
         """The end of the stream, after all events."""
 
     def failed(self, refusal: Refusal) -> bytes:
-        """What ends a stream that began well."""
+        """The end of a stream that failed after it had begun."""
         return sse(refusal.openai())
 
     def alive(self) -> bytes:
-        """What keeps a stream open while nothing happens."""
+        """What to send while nothing happens, to keep a stream open."""
         return b": keep-alive\n\n"
 
 
 class CompletionRendering(Rendering):
-    """What OpenAI's two kinds of completions share: an object of choices, or chunks.
+    """What OpenAI's two kinds of completions share: an object with choices, or chunks.
 
     Args:
         usage: a stream ends with the tokens.
@@ -92,7 +92,7 @@ class CompletionRendering(Rendering):
 
     @abstractmethod
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
-        """A choice of the whole answer, but for its index and how it ended."""
+        """A choice of the whole answer, without its index and how it ended."""
 
     def whole(self) -> dict[str, Any]:
         choices = [

@@ -1,4 +1,4 @@
-"""Processes that serve the same model, one for each device; those that end start again.
+"""Runs processes that serve the same model, one per device, and restarts them.
 
 A replica listens on a Unix socket in a folder that only this user can enter, so it asks
 for no key. It ends when its standard input does, so none outlives its parent. No mlx
@@ -60,7 +60,7 @@ Start = Callable[[int, str], Command]
 
 
 class Replica(Place):
-    """A process that serves, or the next one in its place.
+    """A serving process, or its successor.
 
     Attributes:
         index: among its like, from 0.
@@ -98,7 +98,7 @@ class FirstReplicaError(ServerError):
 
 
 class Replicas:
-    """Starts replicas, and starts those again that end.
+    """Starts replicas, and restarts those that end.
 
     The first is ready before the others start: a model that cannot be loaded is
     reported once, and one that is downloaded is so once.
@@ -139,7 +139,7 @@ class Replicas:
 
     @property
     def ready(self) -> list[Replica]:
-        """Those that answer."""
+        """The replicas that answer."""
         return [each for each in self.all if each.client is not None]
 
     async def stop(self, seconds: float) -> None:
@@ -164,7 +164,7 @@ class Replicas:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _keep(self, replica: Replica) -> None:
-        """Start a replica whenever there is none, until all stop."""
+        """Keep a replica running until all stop."""
         pause = _LEAST_PAUSE
         if replica.index:
             await self._first.wait()
@@ -186,7 +186,7 @@ class Replicas:
                 await asyncio.sleep(pause)
 
     async def _run(self, replica: Replica) -> tuple[bool, int]:
-        """Run a replica to its end; whether it was ready, and its exit code."""
+        """Run a replica until it ends; whether it was ready, and its exit code."""
         path = os.path.join(self._folder, f"{replica.index}-{replica.starts}")
         command = self._start(replica.index, path)
         process = await asyncio.create_subprocess_exec(
@@ -252,7 +252,7 @@ class Replicas:
     async def _watch(
         self, process: asyncio.subprocess.Process, client: httpx.AsyncClient
     ) -> None:
-        """Wait until a replica ends; one that does not answer any more is killed."""
+        """Wait until a replica ends; kill it if it does not answer any more."""
         while process.returncode is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):

@@ -241,7 +241,7 @@ class ResponseRendering(Rendering):
     # -- items, in both forms of the answer --------------------------------
 
     def _take(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add an event to the items; yield the events of a stream for it."""
+        """Add an event to the items; yield the stream's events for it."""
         if isinstance(event, Piece):
             if event.text or event.tokens:
                 yield from self._text(event)

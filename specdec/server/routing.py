@@ -1,4 +1,4 @@
-"""Which replica answers a request: one that keeps its prefix, unless it is busier.
+"""Chooses the replica for a request: one that has its prefix, unless it is too busy.
 
 No mlx here.
 """
@@ -29,7 +29,7 @@ Blocks = Sequence[int]
 
 
 def blocks_of(body: Any) -> Blocks:
-    """The beginning of a prompt: a number for each block and all blocks before it."""
+    """The beginning of a prompt: for each block, a hash of it and all before it."""
     if not isinstance(body, Mapping):
         return ()
     text, size = [], 0
@@ -47,7 +47,7 @@ def blocks_of(body: Any) -> Blocks:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """The texts of a value, in an order that is always the same."""
+    """The texts in a value, in a fixed order."""
     if isinstance(value, str):
         yield BILLING.sub("", value, 1)
     elif isinstance(value, Mapping):
@@ -75,7 +75,7 @@ class Place:
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     def matching(self, blocks: Blocks) -> int:
-        """Blocks at the beginning of a prompt that it was given before."""
+        """How many blocks at a prompt's beginning it was given before."""
         found = 0
         for block in blocks:
             if block not in self._kept:
@@ -84,7 +84,7 @@ class Place:
         return found
 
     def note(self, blocks: Blocks) -> None:
-        """It is given a prompt. The oldest ones are forgotten."""
+        """Note a prompt that it is given, and forget the oldest."""
         # The first block comes last: what follows it is of no use without it.
         for block in reversed(blocks):
             self._kept[block] = None
@@ -93,7 +93,7 @@ class Place:
             self._kept.popitem(last=False)
 
     def forget(self) -> None:
-        """It has begun anew, and keeps nothing."""
+        """Note that it was restarted, and has no prompts."""
         self._kept.clear()
 
 
@@ -101,7 +101,7 @@ P = TypeVar("P", bound=Place)
 
 
 def choose(replicas: Sequence[P], blocks: Blocks) -> P:
-    """The replica that was given most of a prompt's beginning, or the least busy one.
+    """The replica that has had most of a prompt's beginning, or the least busy one.
 
     One that runs more than 1.25 times the mean is left out, so that a prefix that all
     requests share does not keep the other replicas idle.

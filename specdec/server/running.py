@@ -1,4 +1,4 @@
-"""A process that serves: its socket, its signals, its end. No mlx here."""
+"""Runs a serving process: socket, signals, shutdown. No mlx here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ONE_REQUEST = 0.5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens soon; port 0 is any free one."""
+    """A bound socket; port 0 takes any free port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """What a browser on this machine opens."""
+    """The address for a browser on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     return f"http://[{host}]:{port}" if host.count(":") > 1 and host[0] != "[" else (
@@ -53,7 +53,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Serving(Protocol):
-    """What an application's ``state.service`` is for the process that runs it."""
+    """What a serving process needs of an application's ``state.service``."""
 
     @property
     def healthy(self) -> bool:
@@ -61,14 +61,14 @@ class Serving(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why none will be any more, if that is so."""
+        """Why no more will be answered; ``None``: they will."""
 
     @property
     def pending(self) -> int:
         """Answers that have not ended."""
 
     async def drain(self) -> None:
-        """Take no more requests; let those that run end, or cut them in time."""
+        """Accept no more requests; let running ones end, or cut them in time."""
 
 
 def run(
@@ -78,7 +78,7 @@ def run(
     started: Callable[[], None] = lambda: None,
     stopping: Callable[[int], None] = lambda running: None,
 ) -> BaseException | None:
-    """Serve until SIGINT or SIGTERM; then answers end, or are cut when it is time.
+    """Serve until SIGINT or SIGTERM; then let answers end, or cut them in time.
 
     A second signal ends the process at once.
 
@@ -164,7 +164,7 @@ class _Web(uvicorn.Server):
                 signal.signal(each, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; at the second signal end as if there were nothing to stop."""
+        """Stop; at the second signal, end at once."""
         now = time.monotonic()
         if not self.should_exit:
             self.should_exit, self._asked = True, now

@@ -1,4 +1,4 @@
-"""Parameters of requests that say how tokens are chosen, for all protocols."""
+"""The sampling parameters of requests, for all protocols."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _FIELDS = {field.name for field in fields(SamplingParams)}
 
 
 def wants_usage(values: Mapping[str, Any]) -> bool:
-    """Whether a stream is to end with the usage."""
+    """Whether a stream ends with the usage."""
     options = values["stream_options"]
     if options is None:
         return False
@@ -91,7 +91,7 @@ def wants_usage(values: Mapping[str, Any]) -> bool:
 
 
 def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """What a wanted format of the answer adds to ``SamplingParams``."""
+    """The fields of ``SamplingParams`` for a requested format."""
     if response_format is None or response_format.get("type") == "text":
         return {}
     kind = response_format.get("type")
@@ -169,7 +169,7 @@ def sampling(
 
 
 def _salt(values: Mapping[str, Any]) -> str:
-    """The names that a request gives of its user."""
+    """The names by which a request identifies its user."""
     user = (values.get("metadata") or {}).get("user_id")
     names = ("cache_salt", "user", "safety_identifier")
     return json.dumps([user, *(values.get(name) for name in names)])
@@ -189,7 +189,7 @@ def _biases(given: Mapping[str, Any]) -> dict[int, float]:
 
 
 def stops(given: str | list[Any] | None, where: str) -> tuple[str, ...]:
-    """Stop texts, of one text or of several."""
+    """Stop texts, from one text or several."""
     if given is None:
         return ()
     texts = [given] if isinstance(given, str) else given

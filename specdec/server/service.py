@@ -1,4 +1,4 @@
-"""Jobs of all protocols on one engine: places, tokens, time limits, shutdown."""
+"""Runs jobs of all protocols on one engine: queue, tokens, time limits, shutdown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Prepared:
 
 
 class Service:
-    """Answers jobs; of one event loop.
+    """Answers jobs; used from one event loop.
 
     Args:
         decoder: loaded.
@@ -80,7 +80,7 @@ class Service:
 
     @property
     def waiting(self) -> int:
-        """Rows that were asked for and do not decode yet."""
+        """Rows that wait to decode."""
         return max(0, self._rows - self.batch_size)
 
     @property
@@ -90,7 +90,7 @@ class Service:
 
     @property
     def failure(self) -> BaseException | None:
-        """What went wrong in the engine, if it failed."""
+        """The engine's error, if it failed."""
         return self.engine.failure
 
     @property
@@ -99,7 +99,7 @@ class Service:
         return self.engine.pending
 
     def check_model(self, name: str | None) -> str:
-        """The model's name for a response to a request that calls it ``name``."""
+        """The model's name in a response, if the request names it ``name``."""
         if name is None or "*" in self.config.names or name in self.names:
             return name or self.names[0]
         raise Refusal(
@@ -111,7 +111,7 @@ class Service:
 
     @contextmanager
     def places(self, rows: int) -> Iterator[None]:
-        """Room for so many rows, running or waiting."""
+        """Reserve so many rows, running or waiting."""
         most = self.batch_size + self.config.max_waiting
         if self._draining:
             raise Refusal.stopping()
@@ -122,7 +122,8 @@ class Service:
             )
         if self._rows + rows > most:
             raise Refusal(
-                f"{self._rows} requests run or wait, as many as may: try again later",
+                f"{self._rows} requests run or wait, which is the limit: try again "
+                "later",
                 status=429,
                 code="queue_full",
                 retry_after=self._retry_after(),
@@ -137,7 +138,7 @@ class Service:
                 self._idle.set()
 
     def _retry_after(self) -> int:
-        """Seconds until a place is free, as far as requests were alike."""
+        """Seconds until a row is free, if requests take as long as before."""
         seconds = self._row_seconds / self.batch_size
         return min(_MOST_RETRY_AFTER, max(1, math.ceil(seconds)))
 
@@ -151,7 +152,7 @@ class Service:
         return await self.engine.tokenize(work)
 
     async def prepare(self, job: Job) -> Prepared:
-        """Check all that can be wrong with a job, before its answer begins.
+        """Check everything about a job before its answer begins.
 
         Raises:
             Refusal: something is.
@@ -209,7 +210,7 @@ class Service:
             )
 
     async def events(self, prepared: Prepared) -> AsyncGenerator[Event | None, None]:
-        """Decode a job; closing the generator cancels what is left of it.
+        """Decode a job; closing the generator cancels the rest of it.
 
         ``None`` comes where nothing else did for ``keep_alive`` seconds.
 
@@ -300,7 +301,7 @@ class Service:
         )
 
     async def drain(self) -> None:
-        """Take no more requests; let those that run end, and cut them when it is time.
+        """Accept no more requests; let running ones end, and cut them in time.
 
         The engine is closed afterwards.
         """

@@ -1,4 +1,4 @@
-"""Shared by the applications: keys, hosts, bodies, errors. No mlx here."""
+"""What both web applications share: keys, hosts, bodies, errors. No mlx here."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Guard:
 
 
 def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
-    """The key that a request has sent; all are compared, so that time says nothing."""
+    """The key that a request sent; all are compared, so that timing reveals nothing."""
     sent = dict(scope["headers"])
     scheme, _, bearer = sent.get(b"authorization", b"").strip().partition(b" ")
     if scheme.lower() != b"bearer":
@@ -115,7 +115,7 @@ def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
 
 
 def client_of(scope: Scope, keys: Sequence[str]) -> str:
-    """The client: its key, or its address where there are no keys.
+    """The client: its key, or its address if there are no keys.
 
     Only the front reaches a replica; it names the client.
     """
@@ -126,7 +126,7 @@ def client_of(scope: Scope, keys: Sequence[str]) -> str:
 
 
 def _is_rebound(scope: Scope) -> bool:
-    """Whether a request over the loopback interface asks for a name of elsewhere."""
+    """Whether a request over the loopback interface names a foreign host."""
     server = scope.get("server")
     if server is None or not _is_address(server[0], loopback=True):
         return False
@@ -184,7 +184,7 @@ def error_response(refusal: Refusal, path: str) -> Response:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The bytes of a request, ``most`` at most."""
+    """The bytes of a request's body, at most ``most``."""
     # Of another type, a page of any site could send it from a browser, unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -218,7 +218,7 @@ async def parsed_soon(data: bytes, parse: Callable[[bytes], T]) -> T:
 
 
 class Sent:
-    """A response on its way, part by part."""
+    """A response that is sent part by part."""
 
     def __init__(self, send: Send):
         self._send = send
@@ -237,7 +237,7 @@ class Sent:
 
 
 async def gone(receive: Receive) -> None:
-    """Wait until the client has gone."""
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -249,7 +249,7 @@ HANDLERS: Mapping[Any, Any] = {Refusal: _refused, HTTPException: _not_there}
 async def until_gone(
     answer: Awaitable[T], receive: Receive, seconds: float
 ) -> T | None:
-    """Wait for an answer; ``None``: the client went away, or the time was over.
+    """Wait for an answer; ``None``: the client left, or time ran out.
 
     The answer is cancelled then.
     """

@@ -72,11 +72,10 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What a round decides; all but ``errors`` is on the device.
+class Decision(CommitResult):
+    """What a round commits, and what the host checks of it.
 
     Args:
-        result: what every row commits, and what follows from that.
         peaks: the largest logit of every position, shape (B, k + 1): NaN if any of
             its logits is NaN, minus infinity if no token is possible.
         logprobs: log-probabilities, if a row asked for them.
@@ -84,7 +83,6 @@ class Decision:
             that the row keeps.
     """
 
-    result: CommitResult
     peaks: mx.array
     logprobs: Logprobs | None = None
     errors: dict[int, str] = field(default_factory=dict)
@@ -258,7 +256,8 @@ class Verifier:
         logprobs = None
         if self.num_top is not None:
             logprobs = Logprobs.of(logits, accepted.chosen, self.num_top)
-        return Decision(result, logits.max(axis=-1), logprobs, errors)
+        peaks = logits.max(axis=-1)
+        return Decision(**vars(result), peaks=peaks, logprobs=logprobs, errors=errors)
 
     def _by_ratio(
         self,

@@ -1,1 +1,1 @@
-"""Small things that every package may use; they know nothing of models."""
+"""Small helpers for every package; they do not know of models."""

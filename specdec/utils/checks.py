@@ -1,4 +1,4 @@
-"""Checks of option values: what is out of range raises, in one line."""
+"""Checks of option values: a wrong value raises a one-line error."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from ..errors import ConfigError
 from .printable import quoted
 
-#: Most of anything that is counted: sums of it fit where arrays hold it (int32).
+#: The largest count of anything, so that sums fit in int32 arrays.
 MOST = 2**30
-#: Most bytes.
+#: The largest number of bytes.
 MOST_BYTES = 2**62
 
-# What arrays on the device hold.
+# The range of float32.
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
 
@@ -24,12 +24,12 @@ def require(condition: bool, name: str, value: object, rule: str) -> None:
 
 
 def is_int(value: object) -> bool:
-    """Whether ``value`` is a whole number, and no truth value."""
+    """Whether ``value`` is a whole number, not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite number, and no truth value."""
+    """Whether ``value`` is a finite number, not a bool."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -84,7 +84,7 @@ def require_range(
 
 def require_one_of(name: str, value: object, allowed: tuple[int, ...]) -> None:
     """Require one of several whole numbers."""
-    # 4.0 == 4: what asks for a number of bits or columns needs an int.
+    # 4.0 == 4, but a number of bits must be an int.
     *others, last = map(str, allowed)
     rule = f"{', '.join(others)} or {last}"
     require(is_int(value) and value in allowed, name, value, rule)

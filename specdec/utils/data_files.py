@@ -1,4 +1,4 @@
-"""JSON and TOML that anyone may have written: read, and checked, in one place.
+"""Reads and checks JSON and TOML that anyone may have written.
 
 Depth, size and kinds are bounded here, so that what a file holds ends in one error
 with a sentence, wherever it is read. No mlx here.
@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 from .files import read_plain
 from .printable import quoted, shorten
 
-#: Deepest that lists and tables may stand within each other.
+#: How deep lists and tables may be nested.
 MOST_DEPTH = 100
-#: Most bytes of a file of settings.
+#: The largest file of settings, in bytes.
 MOST_BYTES = 10**8
 _MOST_DOTS = 20 * MOST_DEPTH
 # Most that a whole number may be where a shape asks for one: what others compute of it
@@ -30,7 +30,7 @@ Shape: TypeAlias = Any
 
 
 class DataError(ValueError):
-    """A file, or a text, is not as it must be; the message says what is wrong."""
+    """A file or a text has the wrong form; the message says what is wrong."""
 
 
 def read_json(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Any:
@@ -44,7 +44,7 @@ def read_json(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Any:
 
 
 def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a JSON file holds, where that is a table (an object).
+    """The table (object) in a JSON file.
 
     Raises:
         FileNotFoundError, DataError: see :func:`read_json`.
@@ -105,7 +105,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         DataError: it is not TOML, or has tables in tables without end.
     """
-    # Python's reader takes the square of a dotted key's parts.
+    # Python's reader takes quadratic time in the parts of a dotted key.
     if any(line.partition("=")[0].count(".") > _MOST_DOTS for line in text.split("\n")):
         raise DataError("it is nested too deep")
     found: dict[str, Any] = _parsed(tomllib.loads, text, "TOML")
@@ -210,7 +210,7 @@ def _parsed(load: Callable[[Any], Any], text: str | bytes, kind: str) -> Any:
 
 
 def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
-    """Look at all of it, level by level: Python's own recursion has an end."""
+    """Check all of it, level by level, since Python's recursion is limited."""
     level, depth = [value], 0
     while level:
         if depth >= MOST_DEPTH and any(isinstance(x, dict | list) for x in level):
@@ -232,7 +232,7 @@ def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written: no half of a surrogate pair is in it."""
+    """Whether it has no half of a surrogate pair, so that it can be written."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all, whenever the process ends. No mlx here.
+"""Writes files atomically: a file is whole or missing. No mlx here.
 
 A file is written beside its place under a name that never comes again, flushed to the
 disk, then renamed; the folder is flushed after it, so that the new name lasts too.
@@ -28,7 +28,7 @@ _TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading that has to be a plain one.
+    """Open a plain file for reading; anything else is refused.
 
     A FIFO would wait for a writer, and a device may never end.
 
@@ -63,10 +63,10 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 
 def replace_file(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Replace a file; what stood there stays until the new one is on the disk.
+    """Replace a file; the old one stays until the new one is on the disk.
 
     Args:
-        private: nobody but its owner may read it.
+        private: only its owner may read it.
 
     Raises:
         OSError: it could not be written; nothing is left of it.
@@ -85,7 +85,7 @@ class Staged:
     Args:
         folder: where to; it must exist, and so must folders within it.
         files: what to write, by path in the folder.
-        private: nobody but their owner may read them.
+        private: only their owner may read them.
 
     Raises:
         OSError: one could not be written; nothing is left of any.
@@ -133,12 +133,12 @@ class Staged:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of that name is one that was being written."""
+    """Whether ``name`` is that of a temporary file."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def remove_leftover(path: Path) -> bool:
-    """Remove a temporary file unless somebody is writing it."""
+    """Remove a temporary file unless a process is writing it."""
     with suppress(OSError), open_plain(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
@@ -147,7 +147,7 @@ def remove_leftover(path: Path) -> bool:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill has left half written in a folder, if there is one."""
+    """Remove temporary files that killed processes left in a folder."""
     with suppress(OSError):
         for entry in list(os.scandir(folder)):
             if is_temporary(entry.name):
@@ -155,7 +155,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in it durable, where the file system can."""
+    """Make new names in a folder durable, if the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

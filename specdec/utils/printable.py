@@ -1,11 +1,11 @@
-"""Text of others, made fit to be shown: printable, on one line, and cut.
+"""Makes foreign text fit to be shown: printable, on one line, and cut.
 
 What comes from a file, an option or an exception passes here before anyone sees it.
 """
 
 from __future__ import annotations
 
-#: Most characters of a message, of a text within one, and of a value within one.
+#: The most characters of a message, of a text in it, and of a value in it.
 LONGEST, LONGEST_TEXT, LONGEST_VALUE = 1000, 240, 60
 _CUT = "..."
 
@@ -35,13 +35,13 @@ def shorten(text: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, cut; its type where it says nothing."""
+    """The first line of an error, cut; its type if it says nothing."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return shorten(lines[0])
 
 
 def quoted(value: object, longest: int = LONGEST_VALUE) -> str:
-    """``value`` as Python writes it, on one line and cut."""
+    """``value`` as Python source, on one line and cut."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested deep; thousands of digits
@@ -50,7 +50,7 @@ def quoted(value: object, longest: int = LONGEST_VALUE) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal acts on: a blank, or "?", in its place."""
+    """``text`` with a blank or "?" in place of control characters."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 

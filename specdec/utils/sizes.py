@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from .checks import MOST_BYTES
 from .printable import quoted
 
-# Nothing of a model fits in less: a number below has lost its unit.
+# No model fits in less: a smaller number lacks its unit.
 _FEWEST_BYTES = 10**6
 
 _UNITS = {
@@ -24,7 +24,7 @@ def parse_size(text: str, *, or_none: bool = False) -> int:
     """Bytes of ``8GB`` (powers of 1000), ``6.5GiB`` (of 1024) or a plain number.
 
     Args:
-        or_none: 0 is a size, too.
+        or_none: allow 0.
 
     Raises:
         ConfigError: it is none of these, or not above 0; or a plain number that is

@@ -1,4 +1,4 @@
-"""Tables, of plain text and Markdown, and numbers as they stand in them."""
+"""Tables in plain text and Markdown, and numbers for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def text_table(
 
     Args:
         rows: the header, if there is one, is the first.
-        align: of all columns but the first, which is always on the left.
+        align: alignment of all columns but the first, which is aligned left.
     """
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -39,7 +39,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that so many percent of them are at most: one of them."""
+    """The smallest value that at least ``percent`` of them do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 

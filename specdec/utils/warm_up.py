@@ -1,4 +1,4 @@
-"""What is compiled before the first request: done step by step, and reported."""
+"""Compiles before the first request, step by step, with a report."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 log = logging.getLogger("specdec.warm_up")
 
-# Seconds of steps after which they are reported: what was compiled before takes less.
+# After so many seconds, progress is reported. Compiled kernels load in less.
 PATIENCE = 1.0
 
 
 class WarmUp:
-    """Runs what compiles, and reports how far it is where that takes long.
+    """Runs steps that compile kernels, and reports progress if they take long.
 
     Args:
         clock: seconds.
 
     Attributes:
-        seconds: that steps have taken so far.
+        seconds: the time that steps have taken so far.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -27,7 +27,7 @@ class WarmUp:
         self._clock = clock
 
     def run(self, steps: Sequence[Callable[[], object]]) -> None:
-        """Run the steps, each of which has something compiled."""
+        """Run steps that each compile something."""
         begun = self._clock()
         slow = False
         try:
@@ -48,5 +48,5 @@ class WarmUp:
             log.info("kernels for this GPU were compiled in %.1f seconds", seconds)
 
 
-#: Of this process: kernels belong to the device, not to a decoder.
+#: One for the process, since kernels belong to the device, not to a decoder.
 warm_up = WarmUp()

@@ -16,6 +16,7 @@ from specdec.cli import main
 from specdec.config import EngineConfig
 from specdec.errors import PromptError
 from specdec.outputs import GenerationResult, RunStats, StreamEvent
+from specdec.utils.warm_up import warm_up
 
 
 @pytest.fixture
@@ -136,8 +137,12 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> FakeDecoder:
 
 
 @pytest.fixture
-def specdec(decoder: FakeDecoder) -> Callable[..., Result]:
+def specdec(
+    decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
     """Run the command line: ``specdec("run", "-p", "Hi", stdin="...")``."""
+    # What other tests have rehearsed in this process is not reported.
+    monkeypatch.setattr(warm_up, "seconds", 0.0)
 
     def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
         return CliRunner().invoke(main, arguments, input=stdin)

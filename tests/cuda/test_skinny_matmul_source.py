@@ -117,19 +117,24 @@ def test_proven(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "height"),
     [
-        "WARPS == 4",
-        "WARPS == 16",
-        *(f"WIDE == {wide}" for wide in (1, 2, 4, 8)),
-        "WIDE == 4 && WARPS == 4",
-        "!together",
+        ("WARPS == 4", 0),
+        ("WARPS == 16", 0),
+        *((f"WIDE == {wide}", height) for height, wide in enumerate((1, 2, 4, 8))),
+        ("WIDE == 4 && WARPS == 4", 2),
+        ("!together", 0),
     ],
 )
 def test_what_is_wrong_with_some_kernels_is_not_proven(
-    monkeypatch: pytest.MonkeyPatch, fault: str
+    monkeypatch: pytest.MonkeyPatch, fault: str, height: int
 ) -> None:
-    """Few warps share the rows of some matrices, many those of others."""
+    """Few warps share the rows of some matrices, many those of others.
+
+    Each fault is looked for at the height whose kernel has it.
+    """
+    heights = skinny_matmul._HEIGHTS[height : height + 1]
+    monkeypatch.setattr(skinny_matmul, "_HEIGHTS", heights)
     new = f"float sum = {fault} ? 1.0f : 0.0f;"
     plant(monkeypatch, skinny_matmul, "_SOURCE", "float sum = 0.0f;", new)
     assert not skinny_matmul.proven.__wrapped__(mx.bfloat16)

@@ -14,7 +14,7 @@ import pytest
 
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter
-from tests.plain import METAL, VOCAB, drafts_of, exact, run_rows
+from tests.plain import METAL, VOCAB, drafts_of, exact
 from tests.scripted import Script
 
 _rng = random.Random(7)
@@ -59,22 +59,3 @@ def test_rows_of_a_sliding_window_are_decoded_as_alone(
     )
     other = tiny_model("llama", seed=5, num_hidden_layers=1)
     exact(model, other, PROMPTS, 30, batch_size=3, num_draft_tokens=3, backend=METAL)
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_what_a_row_draws_does_not_depend_on_the_others(
-    target: Any, drafts: dict[str, Any], rule: Any
-) -> None:
-    """With these rules, what a row emits depends on how many tokens it may accept."""
-    params = [
-        SamplingParams(max_tokens=12, temperature=1.0, seed=i, verification=rule)
-        for i in range(len(PROMPTS))
-    ]
-    of = [
-        run_rows(
-            target, drafts["near"], PROMPTS, params,
-            batch_size=size, num_draft_tokens=3, backend=METAL,
-        )
-        for size in (1, 4)
-    ]  # fmt: skip
-    assert [row.tokens for row in of[0]] == [row.tokens for row in of[1]]

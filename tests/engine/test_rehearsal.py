@@ -33,7 +33,7 @@ class Device:
     """A clock, and a device that compiles a kernel for each kind of forward."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
-        self.now, self.compiled = 0.0, set[Any]()
+        self.now, self.compiled, self.by_rows = 0.0, set[Any](), False
         patch.setattr(time, "perf_counter", self)
         patch.setattr(pacing, "StepTimer", lambda: StepTimer(self))
         for name in ("forward", "_forward"):
@@ -46,7 +46,9 @@ class Device:
     def _slow(self, name: str, right: Callable[..., mx.array]) -> Any:
         def forward(rows: ModelRows, tokens: mx.array) -> mx.array:
             width = tokens.shape[1]
-            kernel = name, rows.runner.name, width if name == "forward" else width > 1
+            wide = width if name == "forward" else width > 1
+            num_rows = tokens.shape[0] if self.by_rows else 0
+            kernel = name, rows.runner.name, wide, num_rows
             if kernel not in self.compiled:
                 self.compiled.add(kernel)
                 self.now += KERNEL
@@ -100,6 +102,26 @@ def test_no_request_waits_and_no_round_is_measured_while_kernels_compile(
     for request in requests:
         wanted = plainly(target, request.prompt_tokens, request.params, frozenset())
         assert request.tokens == wanted.tokens
+
+
+def test_a_server_compiles_nothing_when_rows_have_ended(
+    target: Any, drafts: dict[str, Any], device: Device
+) -> None:
+    """Batches shrink to the rows that run; the requests left would wait for seconds."""
+    device.by_rows = True
+    length = Script(lambda number: 2 * (number % 2))
+    length.max_draft_tokens = 2
+    engine = engine_of(
+        target, drafts["near"], batch_size=5, backend=COMPILES, length=length
+    )
+    engine.warm_up()
+    known = set(device.compiled)
+    assert {kernel[-1] for kernel in known} == {5, 3, 2, 1}
+    for i in range(5):
+        engine.add(Request(i, "", (1, 2, 3), SamplingParams(max_tokens=4 + 6 * i)))
+    while engine.busy:
+        engine.step()
+    assert device.compiled == known
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
@@ -167,7 +189,7 @@ def test_no_more_rows_are_rehearsed_than_memory_has(
 ) -> None:
     """A server would run out of memory before its first request."""
     slots: list[int] = []
-    monkeypatch.setattr(Rehearsal, "run", lambda *given: slots.append(given[3]))
+    monkeypatch.setattr(Rehearsal, "run", lambda *given, **_: slots.append(given[3]))
     for budget in (None, 100, 7, 1, 0):
         engine = engine_of(target, None, batch_size=8, backend=COMPILES)
         engine._scheduler = Scheduler(8, budget=budget, cost=len)

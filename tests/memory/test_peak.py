@@ -153,8 +153,8 @@ RUNS: list[Run] = [
     # backend, name, batch, requests, prompt, generated, options
     (CPU, "full", 4, 6, 230, 40, {}),
     (CPU, "full", 1, 1, 600, 20, {"prefill_step_size": 256}),
-    (CPU, "full", 8, 12, 150, 130, {}),  # grows, and rows join, past 256 slots
-    (CPU, "full", 3, 5, 230, 40, {"num_draft_tokens": 3}),
+    (CPU, "full", 6, 8, 200, 60, {}),  # grows, and rows join, past 256 slots
+    (CPU, "full", 3, 4, 240, 24, {"num_draft_tokens": 3}),
     (CPU, "full", 4, 6, 25, 12, {"temperature": 0.8, "num_draft_tokens": 3,
                                  "vocab_size": 8000}),
     (CPU, "full", 4, 6, 230, 40, {"kv_bits": 4, "kv_group_size": 32}),
@@ -169,8 +169,8 @@ RUNS: list[Run] = [
     (CPU, "shared-kv", 4, 6, 230, 40, {}),
     # Compiled forwards, padding and copies of packed columns are held, too.
     (BEHIND, "full", 4, 6, 230, 40, {}),
-    (BEHIND, "full", 8, 12, 225, 50, {}),
-    (BEHIND, "full", 3, 5, 230, 40, {"num_draft_tokens": 3}),
+    (BEHIND, "full", 6, 8, 225, 40, {}),
+    (BEHIND, "full", 3, 4, 240, 24, {"num_draft_tokens": 3}),
     (BEHIND, "full", 4, 6, 230, 40, {"kv_bits": 4, "kv_group_size": 32}),
     (BEHIND, "gemma3", 4, 6, 230, 40, {"kv_bits": 8, "kv_group_size": 32}),
 ]  # fmt: skip

@@ -314,7 +314,7 @@ def test_a_place_is_not_kept_by_one_who_never_reads(
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     """An answer that takes too long says so, and is what it had come to."""
     decoder.generate(["Go on"], max_tokens=2)
-    with running(decoder, request_timeout=1.0) as server:
+    with running(decoder, request_timeout=0.4) as server:
         url = f"{server.url}/v1/completions"
         body = {"prompt": "Go on", "max_tokens": 4000, "min_tokens": 4000}
         answer = httpx.post(url, json=body, timeout=60).json()

@@ -77,7 +77,7 @@ def check_distribution(
     *,
     prompt: Sequence[int],
     vocab_size: int,
-    num_rows: int = 4096,
+    num_rows: int = 2048,
     num_tokens: int = 3,
 ) -> int:
     """Chi-square of the first tokens of many rows against exact enumeration.

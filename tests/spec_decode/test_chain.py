@@ -103,7 +103,7 @@ def test_a_ratio_rule_keeps_the_distribution(tiny_model: Callable[..., Any]) -> 
         BEHIND,
         prompt=[1, 2, 0, 3, 1, 2, 0, 1],
         vocab_size=4,
-        num_rows=2048,
+        num_rows=1024,
     )
     assert accepted > 100
 

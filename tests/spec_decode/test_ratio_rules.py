@@ -270,7 +270,7 @@ def decodings(
         )
         logits = target_logits[inputs]
         decision = rules.decide(round_, inputs, proposals, logits, limit)
-        accepted = decision.result.accepted
+        accepted = decision.accepted
         recent = next_recent(recent, accepted.chosen, accepted.kept)
         first = first + accepted.kept
         out.add(accepted.chosen, accepted.kept)

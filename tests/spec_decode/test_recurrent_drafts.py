@@ -16,6 +16,7 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
+from specdec.models.compiled import CompiledForwards
 from specdec.models.layer_skip import SkippingModel
 from specdec.models.precision import quantized_copy
 from specdec.models.runner import ModelRows, ModelRunner
@@ -43,7 +44,7 @@ from tests.models.test_recurrent import (
     slot_not_emptied,
     window_not_moved,
 )
-from tests.plain import AT_ONCE, METAL, drafts_of, exact, greedy
+from tests.plain import AT_ONCE, BEHIND, METAL, drafts_of, exact, greedy
 from tests.scripted import Script
 from tests.spec_decode.test_catching_up import (
     NARROW,
@@ -123,6 +124,37 @@ def test_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = left_to_the_kernel(monkeypatch, "qwen3_5")
     history("qwen3_5", PADDED, 1)
     assert True in calls
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_by_compiled_forwards(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several writes that a trim takes back, each is left by a graph of its own."""
+    if kernel:
+        left_to_the_kernel(monkeypatch, "qwen3_5")
+    used: list[bool] = []
+    call = CompiledForwards.__call__
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        done = call(self, *args, **options)
+        used.append(done is not None)
+        return done
+
+    monkeypatch.setattr(CompiledForwards, "__call__", counted)
+    texts = [[t % 61 for t in text] for text in texts_of(9, 2, 21)]
+    decoding = Decoding(
+        draft_of("qwen3_5"), texts, MAX_LENGTH, backend=BEHIND, prefill_step_size=8
+    )
+    for number in range(10):
+        if number in (4, 7):
+            decoding.miss(number)
+        if number == 6:
+            decoding.ended.add(1)
+        if number == 8:
+            decoding.replace(1, [5, 6, 7, 8])
+        accepted = [decoding.rng.randint(0, 3) for _ in decoding.texts]
+        decoding.draft_and_check(accepted, k=3)
+        decoding.note_lengths()
+    assert used.count(True) > 20
 
 
 def no_checkpoint(patch: pytest.MonkeyPatch) -> None:

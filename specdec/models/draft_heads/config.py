@@ -255,7 +255,7 @@ def _parsed(
     check_shape(layers, _SIZES)
     if layers.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(
-            f"{source} has the activation {quoted(layers['hidden_act'])}: silu alone "
+            f"{source} has the activation {quoted(layers['hidden_act'])}: only silu "
             "is supported"
         )
     for name, value in (*layers.items(), *config.items()):
@@ -377,7 +377,7 @@ def _markov_rank(config: Mapping[str, Any], names: Collection[str], source: str)
     kind = config.get("markov_head_type") or "vanilla"
     if kind != "vanilla":
         raise UnsupportedModelError(
-            f"{source} has a Markov head of kind {quoted(kind)}: vanilla alone is "
+            f"{source} has a Markov head of kind {quoted(kind)}: only vanilla is "
             "supported"
         )
     rank = config.get("markov_rank")

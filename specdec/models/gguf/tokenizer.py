@@ -133,7 +133,7 @@ class _TokenizerMetadata:
         tokens = self._list("ggml.tokens", str)
         if not tokens:
             raise ModelError(
-                f"{file.path} holds no tokenizer: use a file that llama.cpp can run"
+                f"{file.path} has no tokenizer: use a file that llama.cpp can run"
             )
         types = self._list("ggml.token_type", int) or [1] * len(tokens)
         if len(types) != len(tokens):

@@ -167,7 +167,7 @@ class Results:
         recipe = check_shape(line, {"recipe": {"name": str}})["recipe"]
         prompts = read_record(PromptsRecord, line.get("prompts"), "prompts")
         if not prompts.tokens or len(prompts.tokens) != len(prompts.categories):
-            raise DataError("prompts are not of one number")
+            raise DataError("its lists of prompts differ in length")
         run = recipe.get("run")
         if isinstance(run, dict) and run.pop("jobs", False):
             run["profile_rounds"] = 0  # 0.1 took no rounds of jobs apart

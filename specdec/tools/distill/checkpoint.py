@@ -115,9 +115,9 @@ def _load(
     except ModelError as error:
         raise _DamagedError("it cannot be read") from error
     if meta.get("format") != FORMAT:
-        raise _DamagedError("it is no checkpoint of specdec distill")
+        raise _DamagedError("it is not a checkpoint of specdec distill")
     if meta.pop("digest", None) != _digest(arrays, meta):
-        raise _DamagedError("it is not as it was written")
+        raise _DamagedError("it was changed after it was written")
     try:
         known = check_shape(parse_json(meta["identity"]), dict)
         progress = read_record(Progress, parse_json(meta["progress"]))

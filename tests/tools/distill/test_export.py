@@ -31,7 +31,7 @@ from .harness import (
 )
 
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10, 11]])
-ARCHES = ["llama", "granitemoehybrid", "qwen3", "gemma3", "qwen3_5"]
+ARCHES = ["llama", "granitemoehybrid", "gemma3", "qwen3_5"]
 # mlx-lm's Gemma 3 has six layers or more; of a hybrid, layers of attention are taken.
 COUNTS = {"gemma3": 6, "granitemoehybrid": 4, "qwen3_5": 4}
 
