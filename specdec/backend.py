@@ -86,7 +86,7 @@ _DEFAULTS = {
             "cuda",
             read_bucket=256,
             static_shapes=True,
-            # 3 to 5, plain and with a draft, of 8 rows and 32
+            # 3 to 5 for a row or two, plain and with a draft, of 8 rows and 32
             # (benchmarks/results/jobs-joins-h200.md).
             join_rounds=4,
             new_shape_seconds=0.04,
