@@ -103,7 +103,8 @@ class Scheduler:
             return False
         if _number_alike(list(islice(self._waiting, places + 1))) <= places:
             return False  # one more row would be of no use
-        self._idle += places
+        # With many rows nobody waits for more than 16 times ``join_rounds``.
+        self._idle += max(places, self.batch_size // 16)
         return self._idle < self._may_idle
 
     def affords(self, rows: Sequence[Request], num_slots: int) -> bool:

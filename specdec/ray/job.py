@@ -206,7 +206,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _last_cluster() -> str:
-    """The address that Ray wrote down on this machine, perhaps of one that has ended."""
+    """The address that Ray has noted on this machine: its cluster may have ended."""
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
     try:
         return (folder / "ray_current_cluster").read_text("utf-8").strip()

@@ -144,6 +144,15 @@ def test_no_row_stays_idle_for_others_that_would_be_of_no_use() -> None:
     assert indices(scheduler.admit(running[2:])) == [10, 11]
 
 
+def test_one_free_place_of_many_is_not_idle_for_long() -> None:
+    scheduler = Scheduler(256, join_rounds=4)
+    for index in range(300):
+        scheduler.add(row(index))
+    running = scheduler.admit([])
+    waits = [scheduler.admit(running[1:]) for _ in range(64)]
+    assert [bool(admitted) for admitted in waits] == [False] * 63 + [True]
+
+
 def test_prompts_of_very_different_length_are_not_read_together() -> None:
     """Seven short ones would be padded to a thousand tokens each."""
     scheduler = Scheduler(8)
