@@ -224,16 +224,19 @@ class RunStats:
 
     ``rounds`` counts rounds of the batch. ``prefilled`` counts prompts,
     ``prompt_tokens`` their tokens, and ``prefix_tokens`` those found in the prefix
-    store. ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and the counts by
-    position (see :class:`~specdec.outputs.GenerationResult`) cover the requests that
-    have ended. ``vocabulary_share`` is the share of the target's tokens that a draft
-    with another vocabulary can propose, else ``None``. ``draft_error`` is one line, if
-    drafting was ended by an error. ``peak_memory_bytes`` is MLX's peak in this process
+    store. ``prefill_tokens`` also counts tokens of prompts that have been prefilled in
+    part, and none that is given with a row's first round (the last one). ``prompts``,
+    ``row_rounds``, ``drafted``, ``accepted`` and the counts by position (see
+    :class:`~specdec.outputs.GenerationResult`) cover the requests that have ended.
+    ``vocabulary_share`` is the share of the target's tokens that a draft with another
+    vocabulary can propose, else ``None``. ``draft_error`` is one line, if drafting was
+    ended by an error. ``peak_memory_bytes`` is MLX's peak in this process
     so far, weights included.
     """
 
     prompts: int = 0
     prefilled: int = 0
+    prefill_tokens: int = 0
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     generated_tokens: int = 0

@@ -50,7 +50,8 @@ class Progress:
         self.total, self.done = total, done
         self.on_terminal = sys.stderr.isatty()
         self._unit, self._quiet, self._clock = unit, quiet, clock
-        self._what = self._note = ""
+        self._what = ""
+        self._note: str | Callable[[], str] = ""
         self._share: Callable[[], float | None] | None = None
         self._shown = clock()
         self._begin()
@@ -96,7 +97,7 @@ class Progress:
         n: int,
         *,
         what: str = "",
-        note: str = "",
+        note: str | Callable[[], str] = "",
         share: Callable[[], float | None] | None = None,
     ) -> None:
         """So many more are done; see :meth:`show`."""
@@ -108,7 +109,7 @@ class Progress:
         total: int | None = None,
         *,
         what: str = "",
-        note: str = "",
+        note: str | Callable[[], str] = "",
         share: Callable[[], float | None] | None = None,
     ) -> None:
         """So many are done.
@@ -116,7 +117,7 @@ class Progress:
         Args:
             total: of how many, where that changes.
             what: is being done.
-            note: anything else worth showing.
+            note: anything else worth showing, or a function that is asked for it.
             share: gives how much of the work is done, where units differ in size.
         """
         anew = (total is not None and total != self.total) or done < self.done
@@ -148,7 +149,7 @@ class Progress:
     def _look(self) -> None:
         while not self._closed.wait(LOOK_SECONDS):
             if self.on_terminal:
-                self._bar.refresh()
+                self._bar.set_postfix_str(self._notes(self._clock()))
             else:
                 self._line()
 
@@ -168,7 +169,8 @@ class Progress:
     def _notes(self, now: float) -> str:
         if now - self._left_at >= _LEFT_SECONDS:
             self._left, self._left_at = _left(self.seconds_left(now)), now
-        return ", ".join(filter(None, [self._note, self._left]))
+        note = self._note if isinstance(self._note, str) else self._note()
+        return ", ".join(filter(None, [note, self._left]))
 
     def seconds_left(self, now: float) -> float | None:
         """From the mean speed so far; ``None`` before there is one."""

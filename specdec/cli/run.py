@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -281,7 +281,7 @@ def run(
     ranks.last_words(job.leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
-            progress.add(0, what="prefill" if ray is None else "workers start")
+            progress.add(0, **_at_first(job))
             for event in events:
                 dropped = sink.dropped
                 sink.take(event)
@@ -295,7 +295,7 @@ def run(
                 progress.show(
                     progress.done + ended,
                     total - sink.dropped,
-                    **_under_way(job.stats),
+                    **_under_way(job),
                     share=share,
                 )
         except KeyboardInterrupt:
@@ -494,12 +494,25 @@ class _Here:
         return (event.renumbered(indices[event.index], event.turn) for event in events)
 
 
-def _under_way(stats: RunStats) -> dict[str, str]:
+def _under_way(job: _Here | RayJob) -> dict[str, Any]:
     """What progress says: a rate once there is one."""
+    stats = job.stats
     if not stats.decode_seconds:
-        return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
+        return _at_first(job)
     tokens = counted(stats.generated_tokens, "token")
     return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
+
+
+def _at_first(job: _Here | RayJob) -> dict[str, Any]:
+    """What progress says until rounds run."""
+    if not isinstance(job, _Here):
+        return {"what": "workers start"}
+
+    def prefilled() -> str:
+        # Asked for while nothing else happens, as in the prefill of a long prompt.
+        return f"{counted(job.stats.prefill_tokens, 'token')} prefilled"
+
+    return {"what": "prefill", "note": prefilled}
 
 
 def _summary(

@@ -142,6 +142,11 @@ class DecodeBatch:
         return [s for s in self.slots if s is not None and s.finish_reason is None]
 
     @property
+    def prefill_tokens(self) -> int:
+        """Tokens of the prompts so far: computed, or found in the prefix store."""
+        return sum(self._target.done)
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the target's caches and of what the drafter keeps."""
         draft = 0 if self._draft is None else self._draft.nbytes

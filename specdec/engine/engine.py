@@ -285,7 +285,9 @@ class Engine:
         if self._running is not None:
             self._running.note_interruption()
         joining.alone = self._running is None
+        before = joining.prefill_tokens
         more = next(self._joining.chunks, _DONE) is not _DONE
+        self.stats.prefill_tokens += joining.prefill_tokens - before
         if self._running is None:
             # No round runs that waiting could hold up, and memory stays bounded.
             mx.synchronize()

@@ -334,7 +334,7 @@ class TestRefusals:
         ({"kv_bits": 4, "kv_group_size": "32"}, "kv group size is '32': it must be a"),
         ({"quantized_kv_start": -1}, "quantized_kv_start is -1: it must be 0 or more"),
         ({"quantized_kv_start": 0.5}, "quantized_kv_start is 0.5: it must be a whole"),
-        ({"max_kv_size": 4}, "max_kv_size is 4: it must be more than the 4 first"),
+        ({"max_kv_size": 4}, "max_kv_size is 4: it must be more than the first 4"),
         ({"max_kv_size": 9.5}, "max_kv_size is 9.5: it must be a whole number"),
     ],
 )

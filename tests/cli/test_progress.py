@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from threading import Event
 
 import pytest
 
@@ -167,3 +168,27 @@ def test_a_bar_on_a_terminal(
     assert "plain:   0%" in err
     assert "0/8" in err
     assert "3 tokens" in err
+
+
+def test_a_bar_asks_what_is_new(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a long prefill nothing else says that it goes on."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("tqdm.tqdm.mininterval", 0, raising=False)
+    monkeypatch.setattr("specdec.cli.progress.LOOK_SECONDS", 0.001)
+    asked = Event()
+
+    def note() -> str:
+        if notes:
+            return notes.pop(0)
+        asked.set()
+        return "more tokens prefilled"
+
+    notes = ["0 tokens prefilled"]
+    with Progress("prompt", 8) as progress:
+        progress.add(0, what="prefill", note=note)
+        assert asked.wait(60)
+    err = capsys.readouterr().err
+    assert "0 tokens prefilled" in err
+    assert "more tokens prefilled" in err

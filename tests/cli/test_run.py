@@ -464,11 +464,11 @@ def test_progress_until_there_is_a_rate(
     """A rate of 0.0 tokens/s while prompts are read."""
     monkeypatch.setattr("specdec.cli.progress.LINE_SECONDS", 0)
     lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
-    assert lines[0] == "specdec: prefill, 0 of 2 prompts"
+    assert lines[0] == "specdec: prefill, 0 of 2 prompts, 0 tokens prefilled"
     assert lines[1] == "specdec: 0 of 2 prompts, 8 tokens, 3.0 tokens/s"
-    decoder.stats = RunStats(prefilled=1, generated_tokens=1, prefill_seconds=9.0)
+    decoder.stats = RunStats(prefill_tokens=5, generated_tokens=1, prefill_seconds=9.0)
     lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
-    assert lines[1] == "specdec: prefill, 0 of 2 prompts, 1 prefilled"
+    assert lines[1] == "specdec: prefill, 0 of 2 prompts, 5 tokens prefilled"
 
 
 def test_summary_of_plain_decoding_has_no_acceptance(

@@ -499,3 +499,17 @@ def test_requests_without_a_seed_draw_differently(target: Any, draft: Any) -> No
         assert result.to_dict()["seed"] == result.seed
         params = SamplingParams(max_tokens=12, temperature=2.0, seed=result.seed)
         assert plainly(target, [1, 2], params).tokens == result.token_ids
+
+
+def test_a_prefill_says_how_far_it_is(target: Any) -> None:
+    """A long prompt on a slow device, for which nothing is reported until it ends."""
+    config = EngineConfig(prefill_step_size=4)
+    session = SpecDecoder(loaded(target), config=config).session()
+    seen = []
+    for prompt in ([1] * 12, [1] * 10):
+        session.add(prompt, SamplingParams(max_tokens=1))
+        while session.busy:
+            session.step()
+            seen.append(session.stats.prefill_tokens)
+    # The last token of a prompt is given with the first round.
+    assert sorted(set(seen)) == [4, 8, 11, 15, 19, 20]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ from specdec.tools.bench.figures import Figures
 from specdec.tools.bench.plots import draw_all
 from specdec.tools.bench.raw import Results
 from specdec.tools.plots import headline, legend_below, panel_size, panels, style
-
-from .conftest import Tiny, run
 
 figure_module: Any = pytest.importorskip("matplotlib.figure")
 agg: Any = pytest.importorskip("matplotlib.backends.backend_agg")
@@ -29,11 +28,31 @@ def check(figure: Any) -> None:
     assert box.y1 < height + 0.02
 
 
+def with_more_drafts(whole: Path, folder: Path) -> Path:
+    """The results, with those of its draft given to two others as well."""
+    folder.mkdir()
+    names = ["random:tiny:1", "layers:0", "ngram"]
+    lines = []
+    for line in (whole / "raw.jsonl").read_text("utf-8").splitlines():
+        record = json.loads(line)
+        if record["kind"] == "recipe":
+            assert record["recipe"]["draft"] == names[:1]
+            record["recipe"]["draft"] = names
+            lines.append(json.dumps(record))
+        elif record.get("cell", {}).get("draft") is None:
+            lines.append(line)
+        else:
+            for name in names:
+                record["cell"]["draft"] = name
+                lines.append(json.dumps(record))
+    (folder / "raw.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    return folder
+
+
 @pytest.mark.parametrize("source", ["whole", "quick", "jobs", "several"])
 def test_nothing_is_cut_off(
     source: str,
     whole: Path,
-    tiny: Tiny,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -52,11 +71,7 @@ def test_nothing_is_cut_off(
         "jobs": RESULTS / "jobs-smollm2-h200",
     }.get(source, whole)
     if source == "several":
-        folder = tmp_path / "several"
-        drafts = "draft=['random:tiny:1', 'layers:0', 'ngram']"
-        several = ("num_draft_tokens=[1, 2, 3]", "temperature=[0, 0.5]", "batch=2")
-        few = ("repeat=1", "profile_rounds=1", "count=2", "max_tokens=4")
-        run(tiny(drafts, *several, *few), folder)
+        folder = with_more_drafts(whole, tmp_path / "several")
     figures = Figures(Results.read(folder))
     made = draw_all(figures, tmp_path)
     assert made is not None
