@@ -63,6 +63,7 @@ class StubRows:
         self.hidden = None
         self.new_shapes = 0
         self.reused, self.written = [0] * len(lengths), lengths
+        self.done = lengths
         self.offset = mx.array(lengths, mx.int32)
 
     def prefill(self) -> Iterator[None]:
