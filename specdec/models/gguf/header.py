@@ -1,7 +1,7 @@
 """The table of contents of a GGUF file: metadata and where each tensor lies.
 
-This module reads it in well under a second. The ``gguf`` package is optional and takes
-ten seconds for a vocabulary of 262,144 tokens.
+This module reads it in well under a second. It does without the ``gguf`` package, which
+is optional and takes ten seconds for a vocabulary of 262,144 tokens.
 """
 
 from __future__ import annotations
