@@ -38,7 +38,7 @@ class HiddenStates:
         """Check what a forward of one token has recorded, and drop it.
 
         Raises:
-            UnsupportedModelError: some layer has not put out exactly one state.
+            UnsupportedModelError: a layer has not put out one state for the token.
         """
         found = [self._outputs.get(i) for i in self._layers]
         self._outputs.clear()

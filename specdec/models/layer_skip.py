@@ -89,7 +89,7 @@ def without_idle(
 
 
 class SkippingModel(FewerCaches):
-    """A model that runs only some of its layers, with caches for only those.
+    """A model that runs only some of its layers, with caches for only these.
 
     Layers keep their places, and so keep a kind that depends on the place (every sixth
     layer of Gemma 3 sees everything).

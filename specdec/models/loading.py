@@ -337,7 +337,7 @@ def _load_folder_or_hub(
     folder = folder_of(source, revision)
     try:
         check_folder(folder)
-        found: Any = mlx_lm.load(  # its annotated type has two members, not three
+        found: Any = mlx_lm.load(  # its type does not say that it returns three
             str(folder),
             tokenizer_config=tokenizer_config(trust_remote_code),
             lazy=True,

@@ -167,7 +167,7 @@ def _adopted(single: Any, like: Any) -> Any:
 
 
 def _form(cache: Any) -> list[tuple[Any, ...]]:
-    """Heads, head sizes and types of what a cache stores."""
+    """Heads, head sizes and types of a cache's arrays; shapes and types of states."""
     if isinstance(cache, BatchRecurrentCache):
         return [(a.shape[1:], a.dtype) for a in cache.arrays]
     state = [cache.keys, cache.values]

@@ -1,4 +1,4 @@
-"""Runs models: forwards, chunked prefill, caches. No other module calls models."""
+"""Runs models: forwards, chunked prefill, caches. Decoding calls models only here."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ class ModelRows:
         mx.async_eval([c.state for c in self._caches])
 
     def _restore(self) -> Iterator[None]:
-        """Begin with a prefix from the store; yields while it is read."""
+        """Begin with a prefix from the store; yield while it is read."""
         if self.session is None:
             return
         yield from self.session.find()
@@ -440,7 +440,7 @@ class ModelRows:
     def trim_per_sequence(
         self, n: mx.array | Sequence[int], at_most: int, fewest: int = 0
     ) -> None:
-        """Take back ``n[i]`` tokens of row ``i``, at least ``fewest`` from each."""
+        """Take back ``n[i]`` tokens of row ``i``: each is ``fewest`` to ``at_most``."""
         for cache in self._caches:
             cache.trim_per_sequence(n, at_most, fewest)
 

@@ -16,7 +16,7 @@ from .loaded import LoadedModel
 
 #: The least share of the target's tokens that a draft must have. By Zipf's law, the
 #: most frequent twentieth of a vocabulary makes up about three quarters of a text. A
-#: draft with less could not propose every fourth token, so no round would keep more
+#: draft with less would lack every fourth token of a text, so no round would keep more
 #: than three.
 LEAST_SHARE = 0.05
 
@@ -35,7 +35,7 @@ class VocabularyMap:
         reads: the draft's token that is read for each target id, shape (N,), int32.
         proposes: whether the draft may propose each target id, shape (N,), boolean;
             no two of these are read as the same token.
-        share: of the target's tokens, those that the draft may propose, 0 to 1.
+        share: share of the target's tokens that the draft may propose, 0 to 1.
     """
 
     reads: npt.NDArray[np.int32]

@@ -88,7 +88,7 @@ _OTHERS = ("dflash", "dspark", "eagle", "domino", "medusa", "hydra", "dflare", "
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a head's layers, which are those of Llama or Qwen3.
+    """Sizes of a head's layers, which are built like those of Llama or Qwen3.
 
     Args:
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim,

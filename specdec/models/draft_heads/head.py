@@ -41,7 +41,7 @@ class DraftHead(nn.Module):
         self._places: mx.array | None = None
 
     def bind(self, ends: TargetEnds) -> None:
-        """Take from the target what is not stored with the head."""
+        """Use the target's embedding and output head where the head has none."""
         vars(self)["_ends"] = ends
 
     def take_offsets(self, offsets: mx.array, vocab_size: int) -> None:

@@ -33,7 +33,8 @@ _QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 _NEXTN = ("glm4_moe", "glm4_moe_lite")
 _QWEN_ARRAY = re.compile(r"(?:^|\.)mtp\.(.+)$")
 _NEXTN_ARRAY = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.(.+)$")
-# The names here of the arrays of both. Embedding and output head are the target's.
+# Both kinds' array names -> names in the head. Embedding and output head are the
+# target's.
 _RENAMED = {
     "fc.weight": "fc.weight",
     "pre_fc_norm_embedding.weight": "token_norm.weight",

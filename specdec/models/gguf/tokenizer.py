@@ -25,8 +25,8 @@ from .header import GGUFFile
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
-# Most characters of a SentencePiece piece. The search for its merges takes time in
-# proportion to their square.
+# The most characters of a SentencePiece piece. The time to find its merges grows with
+# their square.
 _LONGEST_PIECE = 512
 
 _SPACE = "\u2581"  # SentencePiece's spelling of a space
