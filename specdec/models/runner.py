@@ -1,4 +1,4 @@
-"""Runs models: forwards, chunked prefill, caches. Decoding calls models only here."""
+"""Runs models: forwards, chunked prefill, caches. All decoding forwards run here."""
 
 from __future__ import annotations
 
