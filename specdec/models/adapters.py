@@ -15,15 +15,15 @@ from ..utils.files import NOT_PLAIN
 from ..utils.printable import shorten
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapters.safetensors"
-# The most that an adapter may say; known ones have a hundredth.
+# The largest rank that an adapter may have. Known adapters have a hundredth of it.
 _MOST_RANK = 1 << 14
 
 
 def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
     """Apply the adapter in a folder to ``model``, in place; nothing is computed.
 
-    LoRA, DoRA and full fine-tunes, as ``mlx_lm.lora`` writes them. The adapter stays
-    beside the weights (it is not fused), so that the arithmetic is mlx-lm's own.
+    It may be LoRA, DoRA or a full fine-tune, as ``mlx_lm.lora`` writes them. It is not
+    fused into the weights, so that the arithmetic is mlx-lm's own.
 
     Raises:
         ModelError: there is no adapter, it is damaged, or it was trained on another

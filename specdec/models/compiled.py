@@ -1,10 +1,10 @@
 """Forwards of a model as compiled functions.
 
-Where launches and Python bound a decode step, building the same graph again for
-every token is most of what there is to save: ``mx.compile`` builds it once, fuses
-what lies between matrix products, and replays it. A graph holds shapes and whatever
-else the host decided while it was built, so there is one for each combination of
-those, which is few where shapes repeat.
+If launches and Python limit the speed of a decode step, most of the avoidable time goes
+into building the same graph for every token. ``mx.compile`` builds the graph once,
+fuses the operations between matrix products, and replays it. A graph fixes shapes and
+every other decision that the host made while building it, so each combination of these
+has its own graph. If shapes repeat, there are few.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .hidden_states import HiddenStates
 
 log = logging.getLogger("specdec.models")
 
-# Graphs kept for a model, the last used ones: a few thousand small objects each.
+# The last used graphs of a model are kept: a few thousand small objects each.
 MAX_GRAPHS = 256
-# Combinations whose uses are counted; beyond, all begin anew.
+# Combinations whose uses are counted. Beyond this number all counts restart.
 MAX_COUNTED = 4096
 
 Held = list[tuple[mx.array, ...]]
@@ -41,7 +41,7 @@ class Function:
     """A compiled forward.
 
     Args:
-        forms: of what it leaves in every cache, known when it is traced.
+        forms: the form of what it leaves in each cache; known once it is traced.
     """
 
     call: Callable[
@@ -60,9 +60,9 @@ class CompiledForwards:
 
     Args:
         model: an mlx-lm model.
-        recorder: listens to its layers.
-        after: times that a combination of shapes is met before its graph is built,
-            which takes longer than a forward does.
+        recorder: records the outputs of its layers.
+        after: how often a combination of shapes is met before its graph is built.
+            Building takes longer than a forward.
     """
 
     _at_once = 0
@@ -70,8 +70,8 @@ class CompiledForwards:
     def __init__(
         self, model: nn.Module, recorder: HiddenStates | None = None, *, after: int = 0
     ):
-        #: Forwards so far that the same shapes will not take as long for again: they
-        #: built a graph, or ran as usual where one is to come.
+        #: Forwards so far that were slower than later ones of the same shapes will be:
+        #: they built a graph, or ran as usual because it is not built yet.
         self.new_shapes = 0
         self._after = after
         self._met: Counter[Hashable] = Counter()
@@ -87,11 +87,11 @@ class CompiledForwards:
         """Write ``tokens`` of shape (B, S) after every row of ``caches``.
 
         Args:
-            padding: times that a single token (S = 1) is computed again and taken back.
+            padding: how often a single token (S = 1) is computed again and taken back.
 
         Returns:
-            Logits (B, S, V), and hidden states where layers are listened to; ``None``
-            when this forward has to be run as usual, with nothing written yet.
+            Logits (B, S, V), and hidden states if layers are recorded; ``None`` if
+            this forward must run as usual, and nothing was written.
 
         Raises:
             CacheError: the tokens do not fit.
@@ -109,12 +109,12 @@ class CompiledForwards:
         """Call a method of the model with arrays and the caches.
 
         Args:
-            name: of the method, which writes a token to every cache for each column of
-                the first input, (B, S) or (B, S, D).
+            name: the method's name. The method writes a token to every cache for each
+                column of the first input, (B, S) or (B, S, D).
 
         Returns, raises:
-            As calling this object does, what the method returned in the place of
-            logits: an array or ``None``.
+            The same as calling this object, with the method's result (an array or
+            ``None``) instead of logits.
         """
         if self._refused:
             return None
@@ -148,8 +148,8 @@ class CompiledForwards:
             log.debug("%s leaves a cache out: it is not compiled", self._called)
             return None
         except Exception as error:
-            # Code that reads an array, say: the usual way works, or reports what is
-            # wrong.
+            # The model's code may read an array, for example. The usual forward works,
+            # or reports what is wrong.
             self._refused = True
             log.warning(
                 "%s cannot be compiled (%s: %s): it decodes the same, only slower; "
@@ -185,7 +185,7 @@ class CompiledForwards:
             CompiledForwards._at_once -= 1
 
     def of(self, model: nn.Module, recorder: HiddenStates | None) -> CompiledForwards:
-        """As this one, for another model."""
+        """Compiled forwards of another model, with the same settings."""
         return CompiledForwards(model, recorder, after=self._after)
 
     @property
@@ -248,7 +248,7 @@ class CompiledForwards:
 
 
 def _place(arrays: list[mx.array], array: mx.array) -> int:
-    """Where ``array`` itself is in ``arrays``, appended if it is not there."""
+    """The index of ``array`` itself in ``arrays``, appended if it is not there."""
     for i, known in enumerate(arrays):
         if known is array:
             return i

@@ -1,10 +1,10 @@
 """mlx-lm's attention to compressed groups of tokens, for rows that differ in length.
 
-DeepSeek V4.1 pools groups of tokens. mlx-lm's ``LayerCache`` keeps what is pooled and
-the open group, of all rows alike, and nothing of it can be taken back. Here the window
-is a ring, and beside it is kept what is pooled, a column for each token: every forward
-pools it again. So taking a token back lowers an offset, as for any other cache, and
-each row has groups of its own. mlx-lm's code computes all of it.
+DeepSeek V4.1 pools groups of tokens. mlx-lm's ``LayerCache`` keeps pooled groups and
+the open group for all rows alike, and cannot take tokens back. Here the window is a
+ring, and another cache keeps the input of pooling, with a column for each token; every
+forward pools it again. So taking a token back lowers an offset, as in any other cache,
+and each row has its own groups. mlx-lm's code computes all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..cuda.flattened_matmul import as_kind
 
 
 class _Layer:
-    """In the place of a ``LayerCache``, for one forward."""
+    """Stands in for a ``LayerCache`` during one forward."""
 
     compress_kv: mx.array | None = None
     index_k: mx.array | None = None
@@ -30,23 +30,23 @@ class _Layer:
         self._window, self._pooled = members[0], members[-1]
 
     def update_window(self, kv: mx.array) -> mx.array:
-        """The ring's columns, the new ones among them."""
+        """The ring's columns, including the new ones."""
         nothing = mx.zeros((*kv.shape[:2], 0), kv.dtype)
         return _written(self._window, kv, nothing)[0]
 
     def pool(self, kv: mx.array, gate: mx.array) -> tuple[mx.array, mx.array]:
-        """What is pooled of all tokens, by position."""
+        """The input of pooling for all tokens, by position."""
         return _written(self._pooled, kv, gate)
 
 
 def _written(cache: Any, *new: mx.array) -> tuple[mx.array, mx.array]:
-    """Write arrays of shape (B, S, D); those of all columns."""
+    """Write arrays of shape (B, S, D) and return the arrays of all columns."""
     first, second = cache.update_and_fetch(*(array[:, None] for array in new))
     return first[:, 0], second[:, 0]
 
 
 class _Compressor(deepseek_v41.Compressor):
-    """It pools all groups; those that a row has not closed are hidden from it."""
+    """Pools all groups; groups that a row has not closed are hidden from it."""
 
     def __call__(
         self, x: mx.array, start_pos: Any, cache: Any
@@ -75,7 +75,7 @@ class _Compressor(deepseek_v41.Compressor):
 
 
 class _Indexer(deepseek_v41.Indexer):
-    """It chooses groups for a row at a time."""
+    """Chooses groups for one row at a time."""
 
     def __call__(
         self,
@@ -116,9 +116,9 @@ class _Indexer(deepseek_v41.Indexer):
 
 
 class _TextModel(deepseek_v41.TextModel):
-    """It tells each row its own window, and has caches of the usual kinds."""
+    """Has a window for each row, and caches of the usual kinds."""
 
-    #: Columns are positions here, see :mod:`specdec.cache.columns`.
+    #: Its columns are positions, see :mod:`specdec.cache.columns`.
     counts_by_row = True
 
     def make_cache(self) -> list[Any]:
@@ -136,7 +136,7 @@ class _TextModel(deepseek_v41.TextModel):
         caches = [_Layer(c) for c in cache or self.make_cache()]
         window = caches[0]._window
         start_pos = window.offset
-        if not isinstance(start_pos, mx.array):  # mlx-lm's own, of one sequence
+        if not isinstance(start_pos, mx.array):  # mlx-lm's own cache of one sequence
             start_pos = mx.full((rows,), start_pos, mx.int32)
         span: int = self.args.sliding_window
         at = start_pos[:, None] + mx.arange(tokens)

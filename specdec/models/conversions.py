@@ -1,7 +1,7 @@
 """The memory that converting weights takes while a model is loaded.
 
-Weights are read, cast and widened one after the other; while one is converted, both its
-forms are held, and what the conversion takes.
+Weights are read, cast and widened one after the other. While one is converted, both of
+its forms and the conversion's own buffers are held.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOAT32 = 4
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """The sizes of ``model`` that decide how much its conversion holds."""
+    """The sizes of ``model`` that decide how much memory its conversion holds."""
     packed = {
         path: layer.weight.size * 32 // layer.bits + layer.scales.size
         for path, layer in leaves_of(model)
@@ -55,26 +55,26 @@ class Weights:
         return sizes
 
     def unpacking(self, layer: str) -> int:
-        """What unpacking a layer holds beside source and result; 0 if it is not packed.
+        """Bytes that unpacking a layer holds besides source and result; 0: not packed.
 
-        Two matrices in float32, measured on MLX's CPU backend, and so their scales
-        and biases.
+        They are two matrices, and scales and biases, all in float32 (measured on MLX's
+        CPU backend).
         """
         return 2 * _FLOAT32 * self.packed.get(layer, 0)
 
 
 class Conversions:
-    """The peak of the conversions noted, in bytes.
+    """The peak memory of the noted conversions, in bytes.
 
-    It is taken to be the last one: everything is converted, but for what holds most
-    beside its result.
+    The weight that holds most besides its result is assumed to be converted last, when
+    all other results are held.
     """
 
     def __init__(self) -> None:
         self._most = 0
 
     def peak(self, model: nn.Module) -> int:
-        """The most that was held at any moment, at least the model itself."""
+        """The most bytes held at any moment; at least the model itself."""
         return max(self._most, sum(weights_of(model).arrays.values()))
 
     def _note(self, results: Iterable[int], beside: Iterable[int]) -> None:
@@ -83,7 +83,7 @@ class Conversions:
     def reading(
         self, file: GGUFFile, config: dict[str, Any], form: WeightFormat
     ) -> None:
-        """Tensors of a GGUF file, converted in parts through float32, then joined."""
+        """Note tensors of a GGUF file: converted in parts through float32, joined."""
         arrays, packed = read_weights(file, config, form, lazy=True)
 
         def beside(name: str, array: mx.array) -> int:
@@ -95,7 +95,7 @@ class Conversions:
         self._note(results, (beside(*each) for each in arrays.items()))
 
     def casting(self, before: Weights, after: Weights, dtype: mx.Dtype) -> None:
-        """Layers of a folder, read while they are cast."""
+        """Note layers of a folder, which are read while they are cast."""
         old, new = before.layers, after.layers
 
         def beside(layer: str) -> int:
@@ -109,15 +109,15 @@ class Conversions:
         self._note(new.values(), map(beside, new))
 
     def widening(self, before: Weights, after: Weights) -> None:
-        """All layers are loaded; each array that changes is replaced in turn."""
+        """Note arrays that change: each is replaced in turn, with all layers loaded."""
         changed = (n for p, n in before.arrays.items() if n != after.arrays[p])
         self._note(after.arrays.values(), changed)
 
     def joining(self, model: nn.Module) -> None:
-        """All layers are loaded; those with one input are joined, a group at a time."""
+        """Note layers that share an input: joined group by group, with all loaded."""
         self._note(weights_of(model).arrays.values(), [joining_bytes(model)])
 
     def quantizing(self, target: Weights, draft: Weights) -> None:
-        """The target's layers, through floats if they are packed."""
+        """Note the target's layers, which go through floats if they are packed."""
         layers = draft.layers
         self._note(layers.values(), map(target.unpacking, layers))

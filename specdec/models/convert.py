@@ -20,7 +20,7 @@ from .gguf.weights import WeightFormat
 
 _BITS = (4, 8, 16)
 _GROUP_SIZES = (32, 64, 128)
-# Where tokenizers differ: digits, spaces, newlines, contractions, accents.
+# Text on which tokenizers differ: digits, spaces, newlines, contractions, accents.
 _PROBE = "In 12345 it's  DON'T\n\n\tnaïve e\u0301 日本語 🤗 x1  the ab\r\n cat."
 
 
@@ -39,8 +39,8 @@ def convert(
         gguf_file: a file that :func:`specdec.models.load` accepts.
         out_dir: the folder; it may exist when it is empty and not the current one.
         bits: 4 or 8 quantizes every matrix; 16 writes 16-bit floats; ``None``
-            keeps what MLX can keep packed, the rest as 16-bit floats (32-bit
-            ones when the file has no others).
+            keeps packed what MLX can keep packed, and writes the rest as 16-bit
+            floats (32-bit floats if all matrices of the file are float32).
         group_size: columns that share a scale, for ``bits`` 4 and 8; 32 for a
             matrix that it does not divide.
 
@@ -51,7 +51,7 @@ def convert(
         ConfigError: ``bits`` or ``group_size`` has another value.
         ModelError: ``out_dir`` is taken or cannot be written, or the file
             cannot be read (see :func:`specdec.models.load`).
-        UnsupportedModelError: mlx-lm would load another tokenizer than the file's.
+        UnsupportedModelError: mlx-lm would load a tokenizer other than the file's.
     """
     if bits is not None and bits not in _BITS:
         raise ConfigError(f"bits is {bits!r}: it must be 4, 8 or 16")
@@ -83,10 +83,10 @@ def convert(
 def _check_tokenizer(
     folder: Path, tokenizer: TokenizerWrapper, source: str | Path
 ) -> None:
-    """Check that mlx-lm loads this very tokenizer from the folder.
+    """Check that mlx-lm loads this tokenizer from the folder.
 
-    transformers puts its own in for some model types, Qwen 2 among them, whatever
-    the folder says; which is right for Qwen's models and wrong for others.
+    For some model types, Qwen 2 among them, transformers uses its own tokenizer
+    whatever the folder says. That is right for Qwen's models and wrong for others.
     """
     loaded = load_tokenizer(folder, tokenizer_config(trust_remote_code=False))
     same = loaded.get_vocab() == tokenizer.get_vocab()
@@ -100,7 +100,7 @@ def _check_tokenizer(
 def _usable(out_dir: str | Path) -> Path:
     """The folder as an absolute path, if it can probably be written.
 
-    Asked before the model is loaded, which takes a while.
+    Checked before the model is loaded, because loading takes a while.
     """
     try:
         out = Path(out_dir).resolve()

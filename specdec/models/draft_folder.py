@@ -1,8 +1,8 @@
 """Folders of drafts that were made for a target: their card, and shared embeddings.
 
-``distill.json`` beside the weights says which target a draft was made for. Where it
-says that the embedding is the target's, only layers are stored: embedding, head and
-tokenizer are the target's own objects.
+The card, ``distill.json``, lies next to the weights and names the target that a draft
+was made for. If it says that the embedding is the target's, only layers are stored:
+embedding, head and tokenizer are the target's own objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("specdec.models")
 
 CARD = "distill.json"
 FORMAT = "specdec draft"
-# What is read of a card, as far as it is there.
+# The keys of a card that are read, if they are there.
 _SHAPE = {
     "embedding?": str,
     "target?": ({"name?": str, "fingerprint?": str}, None),
@@ -39,7 +39,7 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The card of a draft's folder; ``None`` if there is none.
 
     Raises:
-        ModelError: it cannot be read, or the draft beside it is not whole.
+        ModelError: the card cannot be read, or the draft's folder is half written.
     """
     path = Path(os.path.expanduser(os.fspath(source))) / CARD
     try:
@@ -69,8 +69,8 @@ def has_layers_only(card: dict[str, Any] | None) -> bool:
 def fingerprint(model: nn.Module) -> str:
     """A hash of a model's shape and of its norms.
 
-    Norms are never packed, and training a model changes them; rounded to bfloat16
-    they are the same in a GGUF file, a folder made of it, and a quantized copy.
+    Norms are never packed, and training a model changes them. Rounded to bfloat16, they
+    are the same in a GGUF file, a folder made from it, and a quantized copy.
     """
     found = hashlib.sha256()
     every = sorted(arrays_of(model))
@@ -84,7 +84,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def is_made_for(card: dict[str, Any], target: LoadedModel) -> bool:
-    """Whether the draft of this card was made for this very model."""
+    """Whether the draft of this card was made for exactly this model."""
     made_for = card.get("target") or {}
     return bool(made_for.get("fingerprint") == fingerprint(target.model))
 
@@ -105,17 +105,17 @@ def check_target(card: dict[str, Any], source: str, target: LoadedModel) -> None
 def open_layers(
     source: str, *, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A draft that stores only layers, without embedding and head.
+    """Open a draft that stores only layers, without embedding and head.
 
-    Nothing is computed. :func:`lend` gives it what it lacks.
+    Nothing is computed. :func:`lend` provides embedding and head.
 
     Returns:
         The model and its configuration.
 
     Raises:
-        UnsupportedModelError: it wants to run code that is not trusted, or its
-            architecture is not one of those that lend embeddings.
-        ModelError: it cannot be read.
+        UnsupportedModelError: the draft wants to run code that is not trusted, or
+            embeddings cannot be lent to its architecture.
+        ModelError: the draft cannot be read.
     """
     folder = Path(os.path.expanduser(source))
     try:
@@ -134,7 +134,7 @@ def open_layers(
         raise ModelError(
             f"{source} cannot be loaded ({type(error).__name__}): make it again"
         ) from error
-    # Of the size that the configuration names it would be drawn at random.
+    # An embedding of the configured size would be filled with random numbers.
     part = text_model(model, source, "lending an embedding")
     part["model"]["embed_tokens"] = nn.Embedding(1, 1)
     if "lm_head" in part:
@@ -143,12 +143,13 @@ def open_layers(
 
 
 def take_type(model: nn.Module, target: Described) -> None:
-    """Let a draft that uses the target's embedding compute in its 16-bit type.
+    """Let a draft that uses the target's embedding compute in the target's 16-bit type.
 
-    Of two such types MLX makes float32.
+    MLX promotes a mix of two 16-bit types to float32.
 
     Raises:
-        UnsupportedModelError: the target's architecture is not known to have one.
+        UnsupportedModelError: the target's architecture is not known to have an
+            embedding.
     """
     embedding: Any = _lender(target)["model"]["embed_tokens"]
     dtype = embedding.get("scales", embedding["weight"]).dtype
@@ -162,11 +163,11 @@ def _lender(target: Described) -> nn.Module:
 
 
 def lend(model: nn.Module, source: str, target: Described) -> None:
-    """Give a model of :func:`open_layers` the target's embedding and head.
+    """Give a model from :func:`open_layers` the target's embedding and head.
 
     Raises:
-        UnsupportedModelError: it is of another width, or the target's architecture is
-            not known to have them.
+        UnsupportedModelError: the model is of another width, or the target's
+            architecture is not known to have them.
     """
     lender = _lender(target)
     part = text_model(model, source, "lending an embedding")
@@ -180,5 +181,5 @@ def lend(model: nn.Module, source: str, target: Described) -> None:
     part["model"]["embed_tokens"] = lender["model"]["embed_tokens"]
     if "lm_head" in lender:
         part["lm_head"] = lender["lm_head"]
-    elif "lm_head" in part:  # Gemma 3 has one until it finds that nothing is stored
+    elif "lm_head" in part:  # Gemma 3 drops its head once it finds no weights for it
         part.sanitize({})

@@ -1,11 +1,11 @@
 """Checks model folders before mlx-lm opens them.
 
-mlx-lm reads each file that has the right name and builds all layers before it compares
-them with the weights. So what is looked at here is that the files are plain, and that
-the configuration asks for no more than the weights can fill.
+mlx-lm reads each file that has the right name, and builds all layers before it compares
+them with the weights. So this module checks that the files are plain, and that the
+configuration asks for no more than the weights can fill.
 
-mlx-lm and transformers can import Python files that lie beside a model's weights. Every
-call that could is given the user's answer, so that none of them asks on standard input.
+mlx-lm and transformers can import Python files from a model's folder. Every call that
+could do so gets the user's answer, so that none of them asks on standard input.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..utils.data_files import DataError, read_json, read_table
 from ..utils.files import MOST_BYTES, NOT_PLAIN
 from ..utils.printable import quoted, shorten
 
-# The most that a configuration may say, by the end of a key. Known models have a
-# hundredth of it at most; what mlx-lm makes for each of them is Python objects.
+# The largest values of a configuration, by the end of a key. Known models have a
+# hundredth of these at most. For each of them mlx-lm makes Python objects.
 _MOST = (
     (re.compile(r"(layers?|blocks|depth|loops|inputs|embedders)$"), 1 << 12),
     (re.compile(r"(experts|heads|groups|codebooks)$"), 1 << 16),
@@ -32,11 +32,11 @@ _MOST = (
     (re.compile(r"size$"), 1 << 24),
     (re.compile(r"(position_embeddings|window)$"), 1 << 31),
 )
-# Keys of the number of layers; each stores a tensor at least.
+# Keys of the number of layers. Each layer stores at least one tensor.
 _LAYERS = re.compile(r"(n|num)(_hidden)?_layers?")
 _WEIGHTS = "model*.safetensors"
-# Of an added token. The tokenizers library prints any other on standard output, as it
-# is, and goes on.
+# Fields of an added token. The tokenizers library prints any other field unchanged to
+# standard output, and goes on.
 _TOKEN_FIELDS = {
     "__type", "content", "id", "lstrip", "normalized", "rstrip", "single_word",
     "special",
@@ -47,9 +47,9 @@ def check_folder(path: Path) -> None:
     """Refuse a folder that mlx-lm cannot load, or only with too much time or memory.
 
     Raises:
-        ModelError: a file in it is none to be read, there is no usable
-            ``config.json``, or that names sizes that no model has or that the weights
-            do not fill; or an added token of its tokenizer has an unknown field.
+        ModelError: a file in it must not be read; there is no usable ``config.json``;
+            the configuration names sizes that no model has or that the weights do not
+            fill; or an added token of the tokenizer has an unknown field.
         RuntimeError: the weights are damaged.
     """
     if not path.is_dir():
@@ -65,7 +65,7 @@ def check_folder(path: Path) -> None:
     check_sizes(config, file)
     _check_added_tokens(path)
     if has_weights(path):
-        # Headers alone are read.
+        # Only headers are read.
         tensors = sum(len(mx.load(str(each))) for each in path.glob(_WEIGHTS))
         _check_layers(config, file, tensors)
 
@@ -76,11 +76,11 @@ def has_weights(path: Path) -> bool:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a folder with files that cannot be read to an end.
+    """Refuse a folder with files that are not plain or too large.
 
     Raises:
-        ModelError: a file in it is not plain, or is too large to be what it is
-            named like.
+        ModelError: a file in it is not plain, or is a text file of more than
+            ``MOST_BYTES`` bytes.
     """
     try:
         for entry in path.iterdir():
@@ -104,8 +104,8 @@ def read_config(file: Path) -> dict[str, Any]:
     """The configuration in a file.
 
     Raises:
-        FileNotFoundError: there is none.
-        ModelError: it cannot be read, or names no architecture.
+        FileNotFoundError: there is no such file.
+        ModelError: the file cannot be read, or names no architecture.
     """
     try:
         config = read_json(file)
@@ -124,7 +124,7 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """Refuse sizes that no model has, before arrays of these sizes are made.
 
     Raises:
-        ModelError: one is larger; it is named.
+        ModelError: a size is too large; the message names it.
     """
     for key, value in _numbers(config):
         most = next((most for end, most in _MOST if end.search(key)), None)
@@ -189,7 +189,7 @@ def _table(file: Path) -> dict[str, Any]:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Every number with its key, also in parts and lists."""
+    """Every number with its key, also those in nested parts and lists."""
     waiting: list[tuple[str, Any]] = list(config.items())
     while waiting:
         key, value = waiting.pop()
@@ -208,7 +208,7 @@ def tokenizer_config(trust_remote_code: bool) -> dict[str, Any]:
 
 def refused_code(source: str, error: Exception) -> UnsupportedModelError | None:
     """Our error, if ``error`` says that code was not run; else ``None``."""
-    # Both libraries name their own option there.
+    # Both libraries name this option in their messages.
     if not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
         return None
     return UnsupportedModelError(

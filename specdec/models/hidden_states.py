@@ -24,7 +24,7 @@ class HiddenStates:
         self._outputs: dict[int, mx.array] = {}
 
     def record(self, layer: int) -> Called:
-        """A replacement for a layer's call that records its output."""
+        """A replacement for a layer's call that also records its output."""
 
         def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             output = usual(*args, **kwargs)
@@ -38,7 +38,7 @@ class HiddenStates:
         """Check what a forward of one token has recorded, and drop it.
 
         Raises:
-            UnsupportedModelError: it is not one state for each layer.
+            UnsupportedModelError: a layer has not put out one state for the token.
         """
         found = [self._outputs.get(i) for i in self._layers]
         self._outputs.clear()
@@ -49,9 +49,9 @@ class HiddenStates:
                 )
 
     def take(self) -> mx.array:
-        """Return those of the last forward, shape (B, S, D), and drop them.
+        """Return the last forward's hidden states, shape (B, S, D), and drop them.
 
-        D is the hidden size, times the number of layers.
+        D is the hidden size times the number of layers.
         """
         states = mx.concatenate([self._outputs[i] for i in self._layers], axis=-1)
         self._outputs.clear()
@@ -66,11 +66,11 @@ def record_layers(
     Args:
         model: an mlx-lm model; it does not change.
         layers: counted from 0, or from the last with -1, -2, ...
-        name: of the model, for messages.
+        name: the model's name, for messages.
 
     Raises:
-        UnsupportedModelError: it is not built of layers that can be listened to, or
-            it has no such layer.
+        UnsupportedModelError: the model is not built of layers that can be recorded,
+            or it has no such layer.
     """
     path_to_trunk(model, name, "reading hidden states")
     every = layers_of(model)

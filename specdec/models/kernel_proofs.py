@@ -12,12 +12,12 @@ from ..cuda import proofs
 from ..utils.kept import KeptEntries, kept_path
 
 VERSION = 1
-# Devices and versions that are remembered; beyond, the oldest are forgotten.
+# Devices and versions that are remembered; with more, the oldest are forgotten.
 MOST_ENTRIES = 16
 
 
 def kept_proofs() -> AbstractContextManager[None]:
-    """Within it, proofs and choices are read from disk, and kept there."""
+    """A context in which proofs and choices are read from disk and kept there."""
     path = kept_path("kernels.json")
     kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
     return proofs.kept_in(KeptProofs(kept, proof_key()))
@@ -25,30 +25,30 @@ def kept_proofs() -> AbstractContextManager[None]:
 
 @cache
 def proof_key() -> str:
-    """What a proof depends on: the device, versions, and the kernels' sources."""
+    """A hash of what proofs depend on: device, versions and the kernels' sources."""
     described = backend.describe()
     facts = [described[name] for name in ("specdec", "mlx", "backend", "device")]
     return hashlib.sha256(repr([*facts, proofs.sources()]).encode()).hexdigest()[:32]
 
 
 class KeptProofs:
-    """What was found out about kernels, in a file.
+    """Proofs and choices of kernels in a file.
 
     Args:
-        file: of all devices and versions.
-        key: of these.
+        file: the file, which has entries for several devices and versions.
+        key: the key of the current device and versions.
     """
 
     def __init__(self, file: KeptEntries, key: str):
         self._file, self._key = file, key
 
     def get(self, name: str) -> bool | None:
-        """What was found out; ``None``: nothing."""
+        """What was found for this name; ``None``: nothing is kept."""
         found = self._entry().get(name)
         return found if isinstance(found, bool) else None
 
     def put(self, name: str, found: bool) -> None:
-        """Keep what was found out."""
+        """Keep what was found for this name."""
         self._file.save(self._key, self._entry() | {name: found})
 
     def _entry(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Models that run with caches for only some of their layers.
 
-A model may ask for caches that it never writes. A draft is the target with some of its
-layers skipped, which shares its weights.
+A model may ask for caches that it never writes. A draft may be the target with some
+layers skipped; it shares the target's weights.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .row_positions import with_row_positions
 class FewerCaches(nn.Module):
     """A model with caches for only some of the places that it asks for.
 
-    The model takes its masks from a cache of each kind, at a place of its choice.
-    Where there is none, it is shown the nearest cache of the same kind.
+    The model takes its masks from a cache of each kind, at a place of its choice. If
+    there is no cache at that place, it gets the nearest cache of the same kind.
 
     Args:
         model: an mlx-lm model; shared, never changed.
-        kept: the places of the caches that there are, ascending.
+        kept: the places that have caches, ascending.
     """
 
     def __init__(self, model: nn.Module, kept: Iterable[int]):
@@ -35,7 +35,7 @@ class FewerCaches(nn.Module):
         self.model = model
         self._kept = tuple(kept)
         self._shown = _stand_ins(make_prompt_cache(model), self._kept)
-        #: As mlx-lm's models have it.
+        #: Under the name that mlx-lm's models use.
         self.args = getattr(model, "args", None)
 
     @property
@@ -48,11 +48,11 @@ class FewerCaches(nn.Module):
         return self.of_all(make_prompt_cache(self.model))
 
     def of_all(self, caches: Sequence[Any]) -> list[Any]:
-        """The caches that are kept, of one for each place."""
+        """The kept caches from a list that has one for each place."""
         return [caches[i] for i in self._kept]
 
     def among_all(self, kept: Sequence[Any]) -> list[Any]:
-        """The inverse of :meth:`of_all`: the others are empty caches of mlx-lm."""
+        """The inverse of :meth:`of_all`, with mlx-lm's empty caches at other places."""
         caches = make_prompt_cache(self.model)
         for i, cache in zip(self._kept, kept, strict=True):
             caches[i] = cache
@@ -63,7 +63,7 @@ class FewerCaches(nn.Module):
 
         Args:
             inputs: shape (B, S).
-            cache: those that are kept.
+            cache: the kept caches.
         """
         if cache is not None:
             cache = [None if i is None else cache[i] for i in self._shown]
@@ -89,19 +89,20 @@ def without_idle(
 
 
 class SkippingModel(FewerCaches):
-    """A model that runs only some of its layers, with caches for only those.
+    """A model that runs only some of its layers, with caches for only these.
 
-    Layers keep their places, and so their kind where it goes by the place (every
-    sixth of Gemma 3 sees everything).
+    Layers keep their places, and so keep a kind that depends on the place (every sixth
+    layer of Gemma 3 sees everything).
 
     Args:
         model: an mlx-lm model; shared, never changed.
-        layers: those that run, ascending.
-        name: of the model, for messages.
+        layers: the layers that run, ascending.
+        name: the model's name, for messages.
 
     Raises:
-        UnsupportedModelError: of its architecture layers cannot be skipped.
-        ConfigError: it has no such layer, or those do not suffice.
+        UnsupportedModelError: layers of this architecture cannot be skipped.
+        ConfigError: the model has no such layer, or the layers that run do not attend
+            to earlier tokens.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[int], name: str = "model"):
@@ -132,7 +133,7 @@ class SkippingModel(FewerCaches):
 def _skipped(layer: nn.Module) -> nn.Module:
     """A stand-in for a layer that returns its input, and has no weights."""
     twin: Any = calling(layer, lambda usual, args, kwargs: first_of(args, kwargs))
-    # Models look at their layers' parts: they are there, as attributes.
+    # Models read the parts of their layers, so these stay as attributes.
     vars(twin).update(twin)
     twin.clear()
     made: nn.Module = twin
@@ -145,7 +146,7 @@ def _check_attention(
     places: Sequence[int | None],
     name: str,
 ) -> None:
-    """Refuse layers without attention: only its caches know positions."""
+    """Refuse a choice without attention: only caches of attention know positions."""
     attention = [i for i, c in enumerate(caches) if not isinstance(c, ArraysCache)]
     if not kept or (attention and not set(attention) & set(kept)):
         wanted = attention or range(len(caches))
@@ -157,9 +158,10 @@ def _check_attention(
 
 
 def _stand_ins(caches: Sequence[Any], kept: Sequence[int]) -> tuple[int | None, ...]:
-    """For the place of each cache, which kept cache to show there.
+    """For each place, the index of the kept cache that the model gets there.
 
-    ``None``: none, since those hold keys and this one states, or the reverse.
+    ``None``: no kept cache will do, since they hold keys and this place has states, or
+    the reverse.
     """
     kinds = [_kind(cache) for cache in caches]
     return tuple(_stand_in(i, kept, kinds) for i in range(len(kinds)))

@@ -1,9 +1,8 @@
-"""A model's layers, and the same model with others in their place.
+"""Finds a model's layers and replaces them.
 
 mlx-lm's models embed tokens, call their layers one after the other, norm the result and
 multiply it by an output head. The module that does all but the last is the trunk. A
-twin of a model or of a module shares its weights, and differs in a part or in what it
-does when it is called.
+twin of a model or of a module shares its weights, and differs in a part or in its call.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cuda.flattened_matmul import as_kind
 from ..errors import UnsupportedModelError
 
-# By the model's code: the part that reads and writes text is a "language_model", or
-# the model itself, and has "embed_tokens", "layers" and "norm" in its "model". Layers
-# are of attention and a gated MLP, or of recurrence.
+# mlx-lm's modules in whose code the part that reads and writes text is a
+# "language_model", or the model itself, and has "embed_tokens", "layers" and "norm" in
+# its "model". Layers are of attention and a gated MLP, or of recurrence.
 _TEXT_MODELS = (
     "gemma3",
     "gemma3_text",
@@ -41,13 +40,13 @@ def has_text_model(model: nn.Module) -> bool:
 
 
 def arrays_of(model: nn.Module) -> list[tuple[str, mx.array]]:
-    """A model's arrays, and where they are."""
+    """A model's arrays and their paths."""
     leaves: Any = tree_flatten(model.parameters())
     return list(leaves)
 
 
 def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """A model's modules that hold no others, and where they are."""
+    """A model's modules that hold no others, and their paths."""
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     return list(leaves)
 
@@ -56,11 +55,11 @@ def text_model(model: nn.Module, name: str, what: str) -> nn.Module:
     """The part of a known model that reads and writes text.
 
     Args:
-        name: of the model.
-        what: what needs it, for the message.
+        name: the model's name.
+        what: the feature that needs this part, for the message.
 
     Raises:
-        UnsupportedModelError: its architecture is not known.
+        UnsupportedModelError: the model's architecture is not known.
     """
     if not has_text_model(model):
         raise UnsupportedModelError(
@@ -83,8 +82,8 @@ def calling(module: nn.Module, called: Called) -> nn.Module:
     """A twin of a module that shares its weights, with another call.
 
     Args:
-        called: is given what the module's own ``__call__`` is, as a function, and the
-            arguments of the call.
+        called: gets the module's own ``__call__`` as a function, and the arguments of
+            the call.
     """
     twin: Any = as_kind(module, _calling(type(module)))
     vars(twin)["_called"] = called
@@ -115,13 +114,13 @@ def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
     A forward is built, not computed.
 
     Returns:
-        ``None`` in the place of a layer that is given none; ``None`` altogether for
-        a model that does not call its layers one after the other, each with the
-        hidden states that it changes, or where two share a cache.
+        One place for each layer; ``None`` for a layer without a cache. ``None`` instead
+        of the tuple if two layers share a cache, or if the model does not call its
+        layers one after the other, each with the hidden states that it changes.
     """
     if path_to_layers(model) is None:
         return None
-    # Of each call the layer's place, whether it fits, and what it was given.
+    # For each call, the layer's place, whether its output fits, and its arguments.
     calls: list[tuple[int, bool, list[Any]]] = []
 
     def watch(place: int) -> Called:
@@ -150,13 +149,13 @@ def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
 
 
 def check_layers(model: nn.Module, name: str, what: str) -> tuple[int | None, ...]:
-    """Refuse a model whose layers cannot be exchanged.
+    """Refuse a model whose layers cannot be replaced.
 
     Args:
         name, what: as for :func:`text_model`.
 
     Returns:
-        As :func:`caches_of_layers`.
+        The places that :func:`caches_of_layers` returns.
 
     Raises:
         UnsupportedModelError: its layers hand on more than hidden states.
@@ -171,7 +170,7 @@ def check_layers(model: nn.Module, name: str, what: str) -> tuple[int | None, ..
 def unsupported(
     model: nn.Module, name: str, what: str, why: str
 ) -> UnsupportedModelError:
-    """The error for what an architecture does not allow."""
+    """The error for a feature that an architecture does not allow."""
     return UnsupportedModelError(
         f"{name}: {what} of {architecture_of(model)} models is not supported: {why}"
     )
@@ -188,7 +187,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def path_to_layers(model: nn.Module) -> tuple[str, ...] | None:
     """Names of the modules on the way to the list of the model's layers.
 
-    Of a model that wraps another one as its ``model``, through that.
+    If a model wraps another one as its ``model``, the way leads through that.
     """
     wanted: Any = getattr(model, "layers", None)
     if wanted:

@@ -15,7 +15,7 @@ from ..parallel import Ranks
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what belongs to it.
+    """A model ready to run, its tokenizer and its configuration.
 
     Args:
         model: an mlx-lm model; its weights are evaluated.
@@ -23,9 +23,9 @@ class LoadedModel:
             yields equals ``tokenizer.decode``, or has more whole characters (see
             :class:`~specdec.models.tokenizer.ExactStreamingDetokenizer`).
         config: the model's configuration, as in ``config.json``.
-        name: what the user gave.
-        ranks: hold a shard of it each; ``None``: it is whole.
-        folder: where its files are, if they were loaded from one.
+        name: the name that the user gave.
+        ranks: the ranks that hold one shard each; ``None``: the model is whole.
+        folder: the folder that the model was loaded from, if any.
     """
 
     model: nn.Module
@@ -37,7 +37,7 @@ class LoadedModel:
 
     @property
     def loading_bytes(self) -> int:
-        """What loading it still takes: nothing."""
+        """Bytes that loading still takes: none."""
         return 0
 
 
@@ -58,10 +58,10 @@ class Described(Protocol):
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Positions that a model serves; ``None`` when its configuration does not say.
+    """Positions that a model serves; ``None`` if its configuration does not say.
 
-    ``max_position_embeddings``, or the original length times the factor of a scaled
-    rotary embedding, whichever is more.
+    The larger of ``max_position_embeddings`` and, for a scaled rotary embedding, the
+    original length times the factor.
     """
     text = config.get("text_config") or config
     length = text.get("max_position_embeddings") or config.get(

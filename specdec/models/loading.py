@@ -1,4 +1,4 @@
-"""Loads models by name: MLX folders, hub ids, GGUF files, drafts of a target."""
+"""Loads models by name (MLX folders, hub ids, GGUF files) and drafts of a target."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from .tokenizer import ExactTokenizerWrapper
 
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
-# What mlx-lm says of an architecture that it does not know.
+# mlx-lm's message for an architecture that it does not know.
 _UNKNOWN_TYPE = re.compile(r"Model type .* not supported")
-# Packages whose errors mean that the hub did not give the model.
+# Packages whose errors mean that the hub did not deliver the model.
 _HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 
 
@@ -78,18 +78,18 @@ def load(
             and dequantizes quantized ones; ``None`` leaves them as stored (on
             the CPU packed weights compute in float32, see
             :func:`~specdec.models.precision.widen_packed`).
-        trust_remote_code: run Python code that lies in the model's folder, where
-            it asks for that; such a model is refused otherwise.
+        trust_remote_code: run Python code from the model's folder if the model asks
+            for that; otherwise such a model is refused.
         adapter_path: folder of an adapter that ``mlx_lm.lora`` wrote for this model.
-        revision: branch, tag or commit of a model of the hub.
-        ranks: load this rank's shard alone.
+        revision: branch, tag or commit of a model on the hub.
+        ranks: load only this rank's shard.
 
     Raises:
-        ConfigError: another ``dtype``; a ``revision`` of what is not on the hub, or an
-            adapter for a ``.gguf`` file, or for a shard.
+        ConfigError: ``dtype`` is not one of these; ``revision`` is given for a model
+            on this machine, or an adapter for a ``.gguf`` file or a shard.
         RankError: the ranks load different models.
-        ModelNameError: nothing can have that name.
-        ModelNotFoundError: nothing has that name.
+        ModelNameError: no model can have that name.
+        ModelNotFoundError: no model has that name.
         UnsupportedModelError: the model, or a part of it, is not supported.
         ModelError: files are missing, cut short or corrupt.
     """
@@ -115,7 +115,7 @@ def load(
 
 
 def is_gguf(located: str) -> bool:
-    """Whether a path is of a GGUF file, by its name."""
+    """Whether a path names a GGUF file, judged by its suffix."""
     folder = os.path.isdir(os.path.expanduser(located))
     return located.lower().endswith(".gguf") and not folder
 
@@ -130,7 +130,7 @@ def check_origin(
     """Refuse an adapter or a revision for a model that cannot have one.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model cannot have what was given.
     """
     if adapter_path is not None and is_gguf(located):
         raise ConfigError(
@@ -153,7 +153,7 @@ def check_origin(
 def take_shard(
     model: nn.Module, config: Mapping[str, Any], ranks: Ranks, name: str
 ) -> None:
-    """Reduce a model to this rank's shard, in place, if all have the same model.
+    """Reduce a model to this rank's shard in place, if all ranks have the same model.
 
     Raises:
         UnsupportedModelError: see :func:`~specdec.models.sharding.shard`.
@@ -163,7 +163,7 @@ def take_shard(
     shard(model, ranks.group, name)
     ranks.check(facts, differing, wait=True)
     for _, array in arrays_of(model):
-        mx.eval(array)  # one at a time, as each is read whole first
+        mx.eval(array)  # one at a time: each whole array is read first
 
 
 def adopt(
@@ -173,20 +173,20 @@ def adopt(
     *,
     name: str | None = None,
 ) -> LoadedModel:
-    """Take a model that ``mlx_lm.load`` returned, or a similar one.
+    """Wrap a model that ``mlx_lm.load`` returned, or a similar one.
 
-    Its products are fitted to the backend in place, see :func:`fit`: on a CPU packed
-    weights then compute in float32.
+    :func:`fit` fits its products to the backend in place: on a CPU, packed weights then
+    compute in float32.
 
     Args:
         model: an mlx-lm model.
         tokenizer: mlx-lm's wrapper, or a tokenizer of transformers.
         config: as ``mlx_lm.load(..., return_config=True)`` returns it; ``None`` takes
-            what the model was made of.
-        name: for messages and reports; ``None`` takes its type.
+            the arguments that the model was made from.
+        name: for messages and reports; ``None`` takes the model's type.
 
     Raises:
-        ConfigError: these are no model and no tokenizer.
+        ConfigError: ``model`` is no model, or ``tokenizer`` no tokenizer.
     """
     if not isinstance(model, nn.Module) or not hasattr(tokenizer, "encode"):
         raise ConfigError(
@@ -210,12 +210,12 @@ def adopt(
 def fit(model: Any, *, joins: bool = True) -> None:
     """Let a model compute its products in the fastest way on this backend.
 
-    Every model that is loaded here is so. One that was made in another way may be:
-    in place, with the same weights under the same names.
+    The model changes in place; its weights and their names stay the same. The loaders
+    here call this. Models that were made in another way can be passed too.
 
     Args:
-        joins: whether layers that read the same input share a product; not for a model
-            that asks for some of them alone.
+        joins: whether layers that read the same input share a product. It must be false
+            for a model that calls some of these layers alone.
     """
     backend = defaults()
     if backend.name == "cpu":
@@ -229,8 +229,8 @@ def fit(model: Any, *, joins: bool = True) -> None:
             attention_patch.take_few_queries(model)
             if joins:
                 join_products(model)
-            # What is faster on one rank may not be on another, and all have to compute
-            # the same bits of what they do not share.
+            # The fastest choice may differ between ranks, but all ranks must compute
+            # the unsharded parts to the same bits.
             if launched_rank() is None:
                 warm_up.run(choices_of(model))
 
@@ -245,13 +245,13 @@ def load_draft(
     """Load a draft model: any model, or one made from the target's own weights.
 
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
-    target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
-    it, and shares its weights; ``mtp`` is the MTP head in its checkpoint. A draft head
-    is bound to the target. The target does not change. What a draft's vocabulary
-    shares with the target's, :func:`map_vocabulary` says.
+    target in memory, layer by layer. ``layers:0-7,22-29`` runs only those layers of
+    the target and shares its weights. ``mtp`` is the MTP head in the target's
+    checkpoint. A draft head is bound to the target. The target does not change.
+    :func:`map_vocabulary` compares the vocabularies of draft and target.
 
     Raises:
-        ConfigError: another ``self:`` draft, or layers that there are not.
+        ConfigError: there is no such ``self:`` draft, or there are no such layers.
         UnsupportedModelError: layers of this target cannot be skipped.
         ModelError: see :func:`load`.
     """
@@ -278,7 +278,7 @@ def load_draft(
 def _load_made(
     draft: ModelDraft, target: LoadedModel, dtype: str | None, trust_remote_code: bool
 ) -> LoadedModel:
-    """Load a draft that has files of its own, and maybe a card."""
+    """Load a draft that has its own files, and maybe a card."""
     source = draft.source
     card = read_card(source)
     located = locate_target(source)
@@ -317,7 +317,7 @@ def check_no_adapter(draft: ModelDraft) -> None:
     """Refuse an adapter for a draft that is not a model of its own.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: the draft has an adapter.
     """
     if draft.adapter_path is not None:
         raise ConfigError(
@@ -337,7 +337,7 @@ def _load_folder_or_hub(
     folder = folder_of(source, revision)
     try:
         check_folder(folder)
-        found: Any = mlx_lm.load(  # its type does not say that there are three
+        found: Any = mlx_lm.load(  # its type does not say that it returns three
             str(folder),
             tokenizer_config=tokenizer_config(trust_remote_code),
             lazy=True,
@@ -362,16 +362,16 @@ def _load_folder_or_hub(
 
 
 def folder_of(source: str, revision: str | None = None) -> Path:
-    """The folder of a model; it is downloaded if it is not on this machine.
+    """The folder of a model, which is downloaded if it is not on this machine.
 
     Raises:
-        ModelError: it is not there, and cannot be fetched.
+        ModelError: the folder is not there and cannot be fetched.
     """
     path = os.path.expanduser(source)
     if os.path.exists(path):
         return Path(path)
-    # The file beside some draft heads without which they are not what they were: they
-    # are refused then.
+    # Some draft heads come with mask_embedding.pt and are wrong without it. If it is
+    # downloaded too, they are refused.
     patterns = [*mlx_lm_utils.DEFAULT_ALLOW_PATTERNS, "mask_embedding.pt"]
     try:
         return Path(
@@ -384,7 +384,7 @@ def folder_of(source: str, revision: str | None = None) -> Path:
 
 
 def explain(source: str, error: Exception) -> ModelError:
-    """Our error for an error of mlx-lm's loader."""
+    """The error to raise for an error of mlx-lm's loader."""
     text = first_line(error).rstrip(".: ")
     if (refused := refused_code(source, error)) is not None:
         return refused
@@ -395,7 +395,7 @@ def explain(source: str, error: Exception) -> ModelError:
         )
     package = type(error).__module__.partition(".")[0]
     of_hub = package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError)
-    # A local folder's configuration is checked by a package of the hub's, too.
+    # A package of the hub also checks the configuration of local folders.
     if of_hub and not os.path.exists(os.path.expanduser(source)):
         return ModelNotFoundError(_of_the_hub(source, error))
     return ModelError(

@@ -1,9 +1,9 @@
 """Models without weights: only shapes and types, read from headers.
 
-MLX computes nothing until it is asked to, so the model that mlx-lm itself builds
-from a folder's headers, or from a configuration, has every shape and type of the
-loaded one and takes no memory. What is reported of a model before it is loaded is read
-off that, never from a second description of its architecture.
+MLX computes nothing until it is asked to. So the model that mlx-lm itself builds from a
+folder's headers, or from a configuration, has every shape and type of the loaded model
+and takes no memory. Reports on a model before it is loaded are made from this model,
+never from a second description of its architecture.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class ModelOutline:
     Args:
         model: an mlx-lm model whose weights are not evaluated.
         config: its configuration, as in ``config.json``.
-        name: what the user gave.
-        loading_bytes: most that loading it will hold, its weights included.
-        tokens: where its tokenizer is: a folder, a GGUF file, or a configuration
-            that has none beside it.
+        name: the name that the user gave.
+        loading_bytes: the most bytes that loading it will hold, including its weights.
+        tokens: the path of its tokenizer: a folder, a GGUF file, or a configuration
+            without a tokenizer.
     """
 
     model: nn.Module
@@ -98,9 +98,9 @@ def outline(
             :func:`specdec.models.load`.
 
     Raises:
-        ConfigError: another ``dtype``.
-        ModelNameError: nothing can have that name.
-        ModelNotFoundError: nothing has that name here.
+        ConfigError: as for :func:`specdec.models.load`.
+        ModelNameError: no model can have that name.
+        ModelNotFoundError: no model on this machine has that name.
         UnsupportedModelError: the model, or a part of it, is not supported.
         ModelError: a file is cut short or corrupt.
     """
@@ -223,7 +223,7 @@ def _outline_layers(
 
 
 def _fit(model: nn.Module, conversions: Conversions) -> None:
-    """As :func:`specdec.models.loading.fit`, for what changes memory."""
+    """The parts of :func:`specdec.models.loading.fit` that change memory."""
     backend = defaults()
     if backend.name == "cpu":
         before = weights_of(model)
@@ -270,8 +270,8 @@ def _from_folder(
 def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """A model of random weights in the type and packing that the file names.
 
-    mlx-lm packs what a folder's weights have packed; here there are none, so the
-    layers to pack are those that its own conversion would pack.
+    mlx-lm packs the layers that are packed in a folder's weights. Here there are no
+    weights, so the layers that its own conversion would pack are packed.
     """
     try:
         config = read_config(path)
@@ -284,14 +284,14 @@ def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         try:
             model, _ = load_model(Path(folder), lazy=True, strict=False)
         except (LookupError, TypeError) as error:
-            # Some models' code wants weights to rename.
+            # The code of some models expects weights that it can rename.
             raise ModelError(
                 f"{path} does not say enough by itself for {config['model_type']}: "
                 "give the folder with its weights"
             ) from error
     stored = setting(config, "torch_dtype", "dtype") or "bfloat16"
     dtype = parse_dtype(str(stored).removeprefix("torch."))
-    assert dtype is not None  # which it is for None alone
+    assert dtype is not None  # it is None only for the name None
     model.set_dtype(dtype)
     packing = config.get("quantization")
     if packing is None and config.get("quantization_config") is not None:
@@ -323,13 +323,13 @@ def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
 def check_tokenizers(
     target: ModelOutline, draft: ModelOutline, *, trust_remote_code: bool = False
 ) -> VocabularyMap | None:
-    """The share of the target's vocabulary that a draft has.
+    """Map the target's vocabulary to the draft's.
 
-    Where one is a configuration without weights there is nothing to compare. A
-    vocabulary takes some seconds, so that of a target alone is not looked at.
+    If one is a configuration without weights, there is nothing to compare. Loading a
+    vocabulary takes some seconds, so a draft with the target's tokenizer loads none.
 
     Returns:
-        ``None`` where it is the same, or nothing is known of it.
+        ``None`` if the vocabularies are the same, or one of them is not known.
 
     Raises:
         VocabularyMismatchError: see

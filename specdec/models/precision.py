@@ -47,11 +47,11 @@ def parse_dtype(name: str | None) -> mx.Dtype | None:
 
 
 def cast(model: nn.Module, dtype: mx.Dtype, *, lazy: bool = False) -> None:
-    """Put every floating weight in ``dtype``, quantized layers dequantized.
+    """Cast every floating weight to ``dtype``, after dequantizing quantized layers.
 
-    In place and layer by layer. What is not a floating weight stays, and so does
-    what the model itself excludes from casting. ``lazy`` computes nothing, here and
-    below: shapes and types are those of the result.
+    This happens in place and layer by layer. Other weights stay, and so do weights that
+    the model itself excludes from casting. ``lazy``, here and below, computes nothing,
+    but shapes and types are those of the result.
 
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
@@ -66,11 +66,11 @@ def cast(model: nn.Module, dtype: mx.Dtype, *, lazy: bool = False) -> None:
 
 
 def widen_packed(model: nn.Module, *, lazy: bool = False) -> None:
-    """Let a quantized model compute in float32, its packed weights unchanged.
+    """Let a quantized model compute in float32, with unchanged packed weights.
 
-    For MLX's CPU backend, whose product with packed weights takes 8 to 40 times
+    This is for MLX's CPU backend, whose product with packed weights takes 8 to 40 times
     as long with 16-bit scales. Widening 16-bit floats is exact, so the weights are
-    those of every other backend.
+    the same as on every other backend.
     """
     if any(_is_quantized(layer) for _, layer in leaves_of(model)):
         _cast_floats(model, mx.float32, lazy=lazy)
@@ -91,7 +91,7 @@ def _cast_floats(model: nn.Module, dtype: mx.Dtype, *, lazy: bool) -> None:
 
 
 def predicate(model: nn.Module, name: str) -> Callable[..., Any]:
-    """Which parts to cast or quantize, if the model says; else all."""
+    """The model's own choice of parts to cast or quantize; by default all parts."""
     return getattr(model, name, None) or (lambda *part: True)
 
 
@@ -100,9 +100,9 @@ def quantized_copy(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A second model with the same weights in ``bits`` bits, and how it is packed.
 
-    Layer by layer: beside the two models, one layer is in memory at a time.
-    Groups of 64 where they divide the rows, else 32; other layers stay as they
-    are and share their arrays with ``model``, which does not change.
+    It is made layer by layer: besides the two models, one layer is in memory at a time.
+    Groups have 64 columns if that divides the rows, otherwise 32. Other layers stay as
+    they are and share their arrays with ``model``, which does not change.
 
     Returns:
         The copy and its ``config["quantization"]``.

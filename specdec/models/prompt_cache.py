@@ -28,13 +28,13 @@ def read_prompt_cache(
 ) -> int:
     """Store the prefix that a file of mlx-lm holds.
 
-    Such a file does not say of which tokens it is, nor surely of which model: that
-    is the caller's word. What can be compared is: how many tokens there are, the
-    kind of every layer's cache, heads, head sizes and types.
+    Such a file does not name its tokens, and may not name its model, so the caller must
+    know both. The number of tokens and the kind, heads, head sizes and types of each
+    layer's cache are compared.
 
     Args:
         file: as ``mlx_lm.models.cache.save_prompt_cache`` writes it.
-        tokens: the prompt that it was made of; it may go on after them.
+        tokens: the prompt that the file was made from; it may have further tokens.
 
     Returns:
         Tokens in the file, now in the store.
@@ -59,7 +59,7 @@ def read_prompt_cache(
             f"({type(error).__name__}): write it with mlx_lm.cache_prompt"
         ) from error
     caches = _like_the_model(runner, singles, name)
-    # mlx-lm does not write how many tokens states are of.
+    # mlx-lm does not write how many tokens recurrent states have read.
     known = [c for c in members(caches) if not isinstance(c, BatchRecurrentCache)]
     if caches and not known:
         raise CacheError(f"{name} holds states alone, and not of how many tokens")
@@ -70,7 +70,7 @@ def read_prompt_cache(
             f"{name} holds {length} tokens and the prompt has {len(tokens)}: "
             "give the prompt that it was made from"
         )
-    # As if one chunk had written it all: rings serve their very end only.
+    # As if one chunk had written it all: rings serve only the prefix at their end.
     session = prefixes.begin([tokens[:length]], max_write=0)
     session.record(caches, [0], [length], length)
     return int(length)
@@ -85,9 +85,9 @@ def write_prompt_cache(
         Tokens in the file.
 
     Raises:
-        CacheError: nothing is stored of this prompt, or it is too short to be
-            looked up; a layer's cache is of a kind
-            that mlx-lm does not have; the file cannot be written.
+        CacheError: no prefix of this prompt is stored, or the prompt is too short to be
+            looked up; a layer's cache is of a kind that mlx-lm does not have; the file
+            cannot be written.
     """
     prefixes = _prefixes(runner)
     session = prefixes.begin([tokens], max_write=runner.options.max_write)
@@ -108,7 +108,7 @@ def write_prompt_cache(
     singles = [c.extract(0) for c in caches]
     if isinstance(runner.model, FewerCaches):
         singles = runner.model.among_all(singles)
-    # What mlx_lm.generate --prompt-cache-file asks for.
+    # mlx_lm.generate --prompt-cache-file asks for these keys.
     about = {"model": runner.name, "tokenizer_config": "{}"}
     try:
         mlx_lm_cache.save_prompt_cache(os.fspath(file), singles, about)
@@ -167,7 +167,7 @@ def _adopted(single: Any, like: Any) -> Any:
 
 
 def _form(cache: Any) -> list[tuple[Any, ...]]:
-    """Heads, head sizes and types of what a cache stores."""
+    """Heads, head sizes and types of a cache's arrays; shapes and types of states."""
     if isinstance(cache, BatchRecurrentCache):
         return [(a.shape[1:], a.dtype) for a in cache.arrays]
     state = [cache.keys, cache.values]

@@ -1,15 +1,15 @@
 """mlx-lm's recurrent layers in a batch whose rows keep different numbers of tokens.
 
-The one place that knows them. A recurrent layer is a module of a model that reads and
-writes an ``ArraysCache``: which those are, and what states they keep, a forward shows
-that is built and not computed. In a twin of the model, which shares its weights, each
-is an instance of a class of its own that hands its calls to the cache. The cache has
-them done again, on the same inputs, for the tokens that a row has kept. mlx-lm's code
-does all of it, but for gated delta layers on CUDA, which have a kernel; its own
-``ArraysCache`` holds the states meanwhile.
+No other module knows these layers. A recurrent layer is a module of a model that reads
+and writes an ``ArraysCache``. A forward that is built but not computed shows which
+modules do, and what states they keep. A twin of the model shares its weights; in it,
+each recurrent layer has a subclass that hands its calls to the cache. The cache repeats
+a call on the same inputs for the tokens that a row has kept. mlx-lm's code computes all
+of it, with the states in an ``ArraysCache``. Only gated delta layers on CUDA have their
+own kernel.
 
-Projections and convolutions do not depend on what a row keeps: what they put out is
-taped, so that doing a call again computes the recurrence alone.
+Projections and convolutions do not depend on what a row keeps. Their outputs are
+taped, so that repeating a call computes only the recurrence.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from ..cuda.flattened_matmul import as_kind
 # More tokens than a window of any convolution has.
 _PROBE = 16
 
-#: Layers that leave masked tokens out of their states, and take windows where
-#: ``lengths`` end: one call gives every row its own count. Others are called token by
-#: token.
+#: Layers that leave masked tokens out of their states, and take windows that end at
+#: ``lengths``. One call serves rows with different counts. Other layers are called
+#: token by token.
 _MASKED = {
     "bailing_hybrid.LinearAttention",
     "bailing_moe_v3.BailingKDA",
@@ -53,16 +53,16 @@ _MASKED = {
     "qwen3_5.GatedDeltaNet",
     "qwen3_next.Qwen3NextGatedDeltaNet",
 }
-#: States that a scan holds for each token of a forward, measured on MLX's CPU backend;
-#: masked layers none, others 2.
+#: Copies of a layer's states that its scan holds for each token of a forward, measured
+#: on MLX's CPU backend. Masked layers that are not listed hold none, others 2.
 _SCANNED = {
     "jamba.JambaMambaMixer": 14,
     "nemotron_h.NemotronHMamba2Mixer": 1,
     "olmo_hybrid.GatedDeltaNet": 0,
     "recurrent_gemma.RecurrentBlock": 3,
 }
-#: Layers whose scan scores the tokens of a part with each other, head by head, and the
-#: copies of those scores in float32, measured likewise.
+#: Layers whose scan scores the tokens of a part with each other, head by head. It holds
+#: ``_PAIR_COPIES`` copies of these scores in float32, measured in the same way.
 _PAIRED = {
     "falcon_h1.FalconH1Mixer",
     "granitemoehybrid.GraniteMoeHybridMamba2Mixer",
@@ -71,7 +71,7 @@ _PAIRED = {
     "plamo2.Mamba",
 }
 _PAIR_COPIES = 8
-#: Layers for which no states are something else than states of zeros.
+#: Layers that compute differently without states than with states of zeros.
 _BEGIN_OTHERWISE = {"recurrent_gemma.RecurrentBlock"}
 
 
@@ -80,7 +80,7 @@ class _States:
     """The states that one layer keeps.
 
     Args:
-        blank: by place, their shape without the rows, and type.
+        blank: by place, a state's shape without the rows, and its type.
     """
 
     blank: dict[int, tuple[tuple[int, ...], mx.Dtype]]
@@ -98,10 +98,10 @@ class _States:
 
 
 class _Tape:
-    """What projections and convolutions put out in one call of a layer.
+    """The outputs of projections and convolutions in one call of a layer.
 
     Args:
-        width: tokens of every row of that call.
+        width: tokens of each row in that call.
     """
 
     def __init__(self, width: int):
@@ -112,16 +112,16 @@ class _Tape:
 
     @property
     def form(self) -> Hashable:
-        """Who was recorded, and how often."""
+        """The modules that were recorded, and how often."""
         return tuple((name, len(each)) for name, each in self._outputs.items())
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What was recorded."""
+        """The recorded outputs."""
         return tuple(a for each in self._outputs.values() for a in each)
 
     def holding(self, arrays: tuple[mx.array, ...]) -> _Tape:
-        """A record like this one, with other arrays."""
+        """A tape like this one, with other arrays."""
         made, rest = _Tape(self._width), iter(arrays)
         made._outputs = {
             name: [next(rest) for _ in each] for name, each in self._outputs.items()
@@ -129,12 +129,12 @@ class _Tape:
         return made
 
     def play(self, start: int, stop: int) -> _Tape:
-        """Give what was recorded of tokens ``start`` to ``stop``."""
+        """Play back the outputs for tokens ``start`` to ``stop``."""
         self._part, self._asked = (start, stop), {}
         return self
 
     def output(self, module: Any, compute: Callable[[], mx.array]) -> mx.array:
-        """What ``module`` puts out: recorded, or taken from the record."""
+        """The output of ``module``, which is recorded or played back."""
         known = self._outputs.setdefault(id(module), [])
         if self._part is None:
             known.append(compute())
@@ -179,7 +179,7 @@ def _taped(kind: type) -> type:
 
 
 class _KeysAsGiven:
-    """In the place of a key cache beside the states, where only those matter."""
+    """Stands in for a key cache next to the states when only the states matter."""
 
     def __init__(self, offset: mx.array):
         self.offset = offset
@@ -196,7 +196,7 @@ class _Call:
     def __init__(self, layer: Any, arguments: dict[str, Any], states: _States):
         self.layer = layer
         self._states = states
-        # In their place there are the states; keys beside them are not looked at again.
+        # The layer is called with the states instead. A repeated call reads no keys.
         self._cache = arguments.pop("cache")
         self._members: tuple[bool, ...] | None = None
         if isinstance(self._cache, BatchCacheList):
@@ -212,7 +212,7 @@ class _Call:
         self, slots: Slots, offset: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots]:
         done = self._run(slots, offset, lengths)
-        # To do it again takes neither keys, nor the mask that was given.
+        # Repeating the call needs neither the keys nor the given mask.
         self._cache = None
         if "mask" in self._arguments:
             self._arguments["mask"] = None
@@ -227,7 +227,7 @@ class _Call:
             slots = self._states.begun(slots, self._rows)
             return self._layer(slots, offset, self._masked(kept), None, lengths=kept)
         if 0 < fewest == most < self.width and self._members is None:
-            # Nobody looks at what padding would put out.
+            # The output for padding is never read.
             width, self.width = self.width, most
             self._arguments, self._tape = self._part(0, most, width), _Tape(most)
             output, after = self._begin(slots, offset, self._arguments, self._tape)
@@ -314,7 +314,7 @@ class _Call:
         tape: _Tape | None,
         **how: Any,
     ) -> tuple[Any, Slots]:
-        """As :meth:`_layer`, for rows that may have no tokens before it."""
+        """Like :meth:`_layer`, for rows that may have no tokens before this call."""
         begun = self._states.begun(slots, self._rows)
         output, after = self._layer(begun, offset, arguments, tape, **how)
         if self._code not in _BEGIN_OTHERWISE:
@@ -335,11 +335,11 @@ class _Call:
         lengths: mx.array | None = None,
         again: bool = False,
     ) -> tuple[Any, Slots]:
-        """What the layer puts out, and its states afterwards."""
+        """The layer's output, and its states afterwards."""
         held = mlx_lm_cache.ArraysCache(len(slots))
         held.cache = list(slots)  # type: ignore[arg-type]
         if lengths is not None:
-            # An array of its own: layers count it down.
+            # A new array, because layers count it down.
             held.lengths = mx.maximum(lengths, 0)  # type: ignore[assignment]
         given: Any = held
         if self._members is not None:
@@ -359,10 +359,10 @@ class _Call:
 
 
 class _Scan(_Call):
-    """A call of a gated delta layer: by a kernel of ours, where that takes it.
+    """A call of a gated delta layer, run by our kernel if the kernel supports it.
 
-    Then all that is held of it is the kernel's log. The window is the first state of
-    such a layer, and the delta rule's the second.
+    The call then holds only the kernel's log. The first state of such a layer is the
+    window, the second is the delta rule's state.
     """
 
     def __init__(self, layer: Any, arguments: dict[str, Any], states: _States):
@@ -371,7 +371,7 @@ class _Scan(_Call):
         self._log: gated_delta.Log | None = None
 
     def _taken(self, lengths: Sequence[int]) -> bool:
-        """Whether the kernel takes so many tokens of each row."""
+        """Whether the kernel supports these lengths."""
         return (
             len(set(lengths)) == 1
             and gated_delta.takes(
@@ -416,7 +416,7 @@ class _Scan(_Call):
         window, after = gated_delta.again(
             self._kernel, weights, self._log, state, counts
         )
-        # The log's window has all of the write before, whatever is kept of that.
+        # The log's window includes the whole previous write, even if a row keeps less.
         return [*select(kept, 1, [window], [before]), after]
 
     def _begun(self, slots: Slots) -> list[Any]:
@@ -429,7 +429,7 @@ class _Scan(_Call):
         kept: mx.array | None,
         tokens: int,
     ) -> tuple[Any, Slots, Slots]:
-        """What is put out for the first ``tokens``; states before and after them."""
+        """The output for the first ``tokens``; the states before and after them."""
         layer, width, form = self.layer, self.width, self._kernel
         assert form is not None
         hidden = self._arguments["inputs"][:, :tokens]
@@ -471,7 +471,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _widened(output: Any, part: int, width: int) -> Any:
-    """What a layer puts out for ``part`` tokens, the last one repeated."""
+    """A layer's output for ``part`` tokens; the last repeats up to ``width``."""
     if isinstance(output, tuple):
         return tuple(_widened(o, part, width) for o in output)
     last = mx.repeat(output[:, -1:], width - part, axis=1)
@@ -479,13 +479,13 @@ def _widened(output: Any, part: int, width: int) -> Any:
 
 
 def _code(kind: type) -> str:
-    """A layer's class, as mlx-lm's modules have it: ``lfm2.ShortConv``."""
+    """A layer's class with its module in mlx-lm, such as ``lfm2.ShortConv``."""
     return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
 
 
 @cache
 def _recurrent(kind: type) -> type:
-    """The class of the layer that hands its calls to the cache."""
+    """A subclass of a layer's class that hands its calls to the cache."""
     signature = inspect.signature(kind.__call__)
     call = _Scan if kind in gated_delta.LAYERS else _Call
 
@@ -506,7 +506,7 @@ def _recurrent(kind: type) -> type:
 
 
 def _cache_of(given: Any) -> BatchRecurrentCache | None:
-    """The states among what a layer is given as its cache."""
+    """The cache of states in a layer's ``cache`` argument; ``None``: there is none."""
     members = given.caches if isinstance(given, BatchCacheList) else [given]
     return next((c for c in members if isinstance(c, BatchRecurrentCache)), None)
 
@@ -515,7 +515,7 @@ def _cache_of(given: Any) -> BatchRecurrentCache | None:
 
 
 class _Watched(mlx_lm_cache.ArraysCache):
-    """An ``ArraysCache`` that notes which layers write what."""
+    """An ``ArraysCache`` that notes which layer writes which state."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -542,11 +542,11 @@ def _watched(cache: Any, found: list[_Watched]) -> Any:
 
 
 def with_recurrent_rows(model: nn.Module) -> nn.Module:
-    """The model, or a twin that shares its weights, whose recurrent layers keep rows.
+    """A twin whose recurrent layers serve rows of a batch, or the model if it has none.
 
-    The model itself does not change. Where its recurrent layers are not found, it is
-    returned as it is, and its caches refuse it. Weights that are replaced later reach
-    the twin by :func:`share_weights`.
+    The twin shares the model's weights; the model does not change. If its recurrent
+    layers are not found, the model is returned, and its caches refuse it. Weights that
+    are replaced later reach the twin through :func:`share_weights`.
     """
     found: list[_Watched] = []
     caches = [_watched(c, found) for c in mlx_lm_cache.make_prompt_cache(model)]
@@ -564,13 +564,13 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
 
 
 def twins_within(model: nn.Module) -> list[nn.Module]:
-    """Modules that are twins of a model's own; none where no layer is recurrent."""
+    """The twin modules within a model; none if no layer is recurrent."""
     modules: list[tuple[str, nn.Module]] = model.named_modules()
     return [module for _, module in modules if "_twin_of" in vars(module)]
 
 
 def share_weights(twins: Iterable[nn.Module]) -> None:
-    """Take on weights that were replaced in the modules of which these are twins."""
+    """Copy weights to twins if they were replaced in the original modules."""
     for module in twins:
         source: Any = vars(module)["_twin_of"]
         for name, value in source.items():
@@ -579,10 +579,10 @@ def share_weights(twins: Iterable[nn.Module]) -> None:
 
 
 def scan_bytes(twin: nn.Module) -> tuple[int, int]:
-    """Bytes of the states that a recurrent layer's scan holds, at most.
+    """The most bytes that the scan of any recurrent layer holds.
 
     Returns:
-        Those for each token that it scans, and for each pair of tokens.
+        The bytes for each token that it scans, and for each pair of tokens.
     """
     by_token = by_pair = 0
     for _, module in twin.named_modules():
@@ -602,7 +602,7 @@ def scan_bytes(twin: nn.Module) -> tuple[int, int]:
 
 
 def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:
-    """``part`` of a model with recurrent layers in the place of mlx-lm's."""
+    """``part`` of a model, with mlx-lm's recurrent layers replaced by twins."""
     if isinstance(part, list | tuple):
         made = [_with(p, states, within) for p in part]
         if all(a is b for a, b in zip(made, part, strict=True)):

@@ -1,11 +1,11 @@
-"""mlx-lm's models that want one position or one mask for all rows, with one each.
+"""Own positions and masks for each row, in mlx-lm's models that have one for all rows.
 
-Layers that use the keys of another layer do not see its cache, and some work out where
-their queries are from the number of keys that they are handed. In a batch of rows that
-differ in length that is right for the longest row alone. Others read the offset as a
-number, or add a mask to scores of another shape. Sparse attention takes the last
-columns for its queries: in a batch they are where a row's own tokens end, and each row
-has its own blocks.
+Layers that use the keys of another layer do not see its cache. Some compute the
+positions of their queries from the number of keys. If the rows of a batch differ in
+length, that is right only for the longest row. Other layers read the offset as a
+number, or add a mask to scores of another shape. Sparse attention assumes that its
+queries are at the last columns. In a batch, they are where each row's own tokens end,
+and each row has its own blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def own_layers(trunk: Any) -> list[Any]:
 
 
 def with_attention(model: Any, kind: type) -> nn.Module:
-    """A twin that shares all weights, whose layers' attention is of this class."""
+    """A twin that shares all weights; its layers' attention is of this class."""
     twin = as_kind(model, type(model))
     twin["model"] = trunk = as_kind(model.model, type(model.model))
     for layer in own_layers(trunk):
@@ -48,7 +48,7 @@ def with_attention(model: Any, kind: type) -> nn.Module:
 
 
 def of_rows(cache: Any) -> bool:
-    """Whether it has a position for each row, which mlx-lm's caches have not."""
+    """Whether a cache has a position for each row; mlx-lm's caches do not."""
     return isinstance(getattr(cache, "offset", None), mx.array)
 
 
@@ -58,7 +58,7 @@ def queries_at(offset: mx.array, count: int) -> mx.array:
 
 
 class _AFM7(afm7.AFMModel):
-    """Its layers without keys turn their queries by the row's position."""
+    """Its layers without keys rotate their queries by each row's positions."""
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         if cache is None:
@@ -66,7 +66,7 @@ class _AFM7(afm7.AFMModel):
             return usual
         h = self.embedding(inputs)
         mask = create_attention_mask(h, cache[0])
-        # As it is before the layers write.
+        # The offset before the layers write.
         offset = cache[0].offset
         for layer, c in zip(self.layers, cache, strict=True):
             h = layer(h, mask, cache=c)
@@ -95,7 +95,7 @@ def _afm7(model: Any) -> nn.Module:
 
 
 class _Gemma2Attention(gemma2.Attention):
-    """Its scores have an axis of groups of heads, which a mask per row has not."""
+    """Adds to a mask per row the axis of head groups that the scores have."""
 
     def __call__(
         self, x: mx.array, mask: Any = None, cache: Any | None = None
@@ -108,7 +108,7 @@ class _Gemma2Attention(gemma2.Attention):
 
 
 class _FromZero:
-    """A cache whose rows seem to begin: positions are added elsewhere."""
+    """A cache that shows the offset 0, because positions are added elsewhere."""
 
     offset = 0
 
@@ -120,7 +120,7 @@ class _FromZero:
 
 
 class _Shifted(nn.Embedding):
-    """Embeddings of positions, counted from those that rows have already."""
+    """Embeddings of positions that are counted from each row's offset."""
 
     def __call__(self, positions: mx.array) -> mx.array:
         usual: Any = super()
@@ -129,7 +129,7 @@ class _Shifted(nn.Embedding):
 
 
 class _GPTBigCode(gpt_bigcode.GPTBigCodeModel):
-    """It makes a range of the offset, on the host."""
+    """Hides the offset from mlx-lm's code, which makes a range of it on the host."""
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         if cache is None:
@@ -151,7 +151,7 @@ def _gpt_bigcode(model: Any) -> nn.Module:
 
 
 class _Scaled(nn.Module):
-    """A projection whose output is scaled, by the position of the token."""
+    """A projection whose output is scaled by the position of the token."""
 
     def __init__(self, projection: nn.Module):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ class _Scaled(nn.Module):
 
 
 class _Llama4Attention(llama4.Attention):
-    """It scales queries by a range of the offset, in layers without RoPE."""
+    """Scales queries by each row's positions, in layers without RoPE."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if of_rows(cache):
@@ -179,7 +179,7 @@ class _Llama4Attention(llama4.Attention):
 
 
 class _Llama4Model(llama4.LlamaModel):
-    """It makes one mask of chunks for all rows; caches make one for each."""
+    """Takes masks of chunks from the caches; mlx-lm makes one mask for all rows."""
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         if cache is None or not of_rows(cache[0]):
@@ -212,9 +212,9 @@ def _llama4(model: Any) -> nn.Module:
 
 
 class _MiniMaxM3Attention(minimax_m3_vl.Attention):
-    """Its indexer puts the queries of all rows at the last columns."""
+    """Its indexer uses each row's positions; mlx-lm's uses the last columns."""
 
-    #: Columns are positions here, see :mod:`specdec.cache.columns`.
+    #: Its columns are positions, see :mod:`specdec.cache.columns`.
     counts_by_row = True
 
     def _block_mask(
@@ -242,7 +242,7 @@ class _MiniMaxM3Attention(minimax_m3_vl.Attention):
         if blocks <= most:
             return mask
         at = queries_at(offset, tokens)[:, None, :, None]
-        if not isinstance(mask, mx.array):  # none, or in words
+        if not isinstance(mask, mx.array):  # None or "causal"
             mask = mx.arange(columns) <= at
         queries = projected(self.index_q_proj, self.index_q_norm, heads)
         scores = queries.astype(mx.float32) @ keys.astype(mx.float32).swapaxes(-1, -2)
@@ -272,10 +272,10 @@ def _minimax_m3(model: Any) -> nn.Module:
 
 
 class _Phi3SmallAttention(phi3small.Attention):
-    """Its sparse attention puts all queries at the last columns.
+    """Its sparse attention uses each row's positions; mlx-lm's uses the last columns.
 
-    It adds the mask of mlx-lm's caches to scores, which is boolean: of a prompt, that
-    hides nothing. Here masks hide, as where mlx-lm is given a prompt token by token.
+    mlx-lm adds the boolean mask of its caches to the scores, which hides nothing in a
+    prompt. Here masks hide tokens, as if mlx-lm were given a prompt token by token.
     """
 
     counts_by_row = True
@@ -323,9 +323,9 @@ _TWINS: dict[type, Callable[[Any], nn.Module]] = {
 
 
 def with_row_positions(model: nn.Module) -> nn.Module:
-    """The model, or a second one that shares its weights, right for rows of a batch.
+    """The model, or a twin that is right for rows of a batch.
 
-    The model itself does not change.
+    The twin shares the model's weights. The model itself does not change.
     """
     twin = _TWINS.get(type(model))
     return model if twin is None else twin(model)

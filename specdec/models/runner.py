@@ -1,4 +1,4 @@
-"""Runs models: forwards, chunked prefill, caches. Only this module calls them."""
+"""Runs models: forwards, chunked prefill, caches. All decoding forwards run here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .row_positions import with_row_positions
 
 
 def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:
-    """How the caches of any model are made under ``config``."""
+    """The options of any model's caches under ``config``."""
     return CacheOptions(
         max_write=config.prefill_step_size,
         read_bucket=backend.read_bucket,
@@ -89,7 +89,7 @@ class ModelRunner:
         mx.eval(model)
         self.model, logits = without_idle(model, self.options, name)
         self._twins = twins_within(self.model)
-        #: The rows that others were last placed into, and will be again.
+        #: The rows that other rows were last placed into; more will follow.
         self.joined: weakref.ref[ModelRows] | None = None
         self.vocab_size = int(logits.shape[-1])
         #: Records the outputs of layers, see :meth:`recording`.
@@ -99,7 +99,7 @@ class ModelRunner:
         if backend.compile_after is not None:
             self.compiled = CompiledForwards(self.model, after=backend.compile_after)
         self.prefixes: ModelPrefixes | None = None
-        #: A model whose caches are stored with this one's, see :meth:`recording`.
+        #: A model whose caches are stored with this model's, see :meth:`recording`.
         self.beside: ModelRunner | None = None
         if prefix_store is not None:
             self.prefixes = ModelPrefixes(
@@ -264,7 +264,7 @@ class ModelRows:
         self.beside: ModelRows | None = None
 
     def separate(self, salts: Sequence[str | None]) -> None:
-        """Share prefixes among rows of the same salt alone; before :meth:`prefill`."""
+        """Share prefixes only among rows of one salt; call this before prefill."""
         if self.session is not None:
             self.session.separate(salts)
 
@@ -281,7 +281,7 @@ class ModelRows:
 
     @property
     def new_shapes(self) -> int:
-        """Forwards of the model so far whose shapes were new to `compiled`."""
+        """Forwards of the model so far whose shapes were new to ``runner.compiled``."""
         return 0 if self.runner.compiled is None else self.runner.compiled.new_shapes
 
     @property
@@ -320,7 +320,7 @@ class ModelRows:
             if self.beside is None:
                 self._record(before, done, width)
             yield done != lengths
-            if self.beside is not None:  # by now it has taken in the chunk
+            if self.beside is not None:  # the head has read the chunk by now
                 self._record(before, done, width)
         self.note_lengths(max(lengths), min(lengths))
         # Rings and masks are as wide as a chunk; free what only prefill needed.
@@ -339,7 +339,7 @@ class ModelRows:
         mx.async_eval([c.state for c in self._caches])
 
     def _restore(self) -> Iterator[None]:
-        """Begin with a prefix from the store; yields while it is read."""
+        """Begin with a prefix from the store; yield while it is read."""
         if self.session is None:
             return
         yield from self.session.find()
@@ -350,7 +350,7 @@ class ModelRows:
             self.beside._caches, self.beside.done = others, self.reused
 
     def _every_cache(self) -> list[Any]:
-        """The caches of this model, then those that are stored with them."""
+        """The caches of this model, then the caches that are stored with them."""
         others = [] if self.beside is None else self.beside._caches
         return [*self._caches, *others]
 
@@ -370,7 +370,7 @@ class ModelRows:
         return [min(n, stop - d) if d < stop else n for n, d, stop in each]
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Write ``tokens`` of shape (B, S) after every row; logits (B, S, V)."""
+        """Write ``tokens`` of shape (B, S) after every row; return logits (B, S, V)."""
         rows, width = tokens.shape
         padding = int(self.runner.backend.pad_single_token and width == 1)
         if self.runner.compiled is not None:
@@ -399,7 +399,7 @@ class ModelRows:
 
     @contextmanager
     def _padded(self, valid: Sequence[int]) -> Iterator[None]:
-        """Within it, row ``i`` keeps the first ``valid[i]`` tokens of a write."""
+        """Within the context, row ``i`` keeps the first ``valid[i]`` tokens written."""
         for cache in self._caches:
             cache.prepare(lengths=valid)
         yield
@@ -427,20 +427,20 @@ class ModelRows:
         return found
 
     def checkpoint(self) -> None:
-        """Let the next trim take back all that the forwards from now on write."""
+        """Let the next trim take back whatever is written from now on."""
         for cache in self._caches:
             cache.checkpoint()
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether every row has room for so many more tokens."""
-        # All are asked, since each may learn its rows' lengths by looking.
+        """Whether every row has room for ``num_tokens`` more tokens."""
+        # Ask every cache: each may learn its rows' lengths when it is asked.
         found = [cache.fits(num_tokens) for cache in self._caches]
         return all(found)
 
     def trim_per_sequence(
         self, n: mx.array | Sequence[int], at_most: int, fewest: int = 0
     ) -> None:
-        """Take back ``n[i]`` tokens of row ``i``: from ``fewest`` to ``at_most``."""
+        """Take back ``n[i]`` tokens of row ``i``: each is ``fewest`` to ``at_most``."""
         for cache in self._caches:
             cache.trim_per_sequence(n, at_most, fewest)
 

@@ -20,17 +20,17 @@ from ..errors import UnsupportedModelError
 from ..utils.printable import first_line
 from .layers import architecture_of, leaves_of
 
-# A copy of a model has the same group: ``copy.deepcopy`` takes a name for the thing
-# itself.
+# A copy of a model keeps its group: ``copy.deepcopy`` does not copy an object that
+# reduces to a name.
 copyreg.pickle(mx.distributed.Group, lambda group: "group")
 
 
 class SummedLinear(nn.Module):
-    """A linear layer of which each rank has some columns; the ranks' results are added.
+    """A linear layer whose columns are divided between ranks; their results are added.
 
     Args:
         part: this rank's columns, without a bias.
-        bias: of the whole, added once.
+        bias: the whole layer's bias, added once.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class SummedLinear(nn.Module):
 
 
 def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
-    """Leave of ``model`` what one rank computes, in place; nothing is evaluated.
+    """Reduce ``model`` in place to what one rank computes; nothing is evaluated.
 
-    Layers that need no sum are plain ones afterwards, with fewer rows: whatever serves
-    a model's layers (packing, casting, kernels) serves a shard's.
+    Layers that need no sum become plain layers with fewer rows. So packing, casting and
+    kernels work for a shard as for a whole model.
 
     Args:
-        model: with its weights as they are stored, not yet fitted to a backend.
+        model: its weights are as stored, not yet fitted to a backend.
         name: for messages.
 
     Raises:
-        UnsupportedModelError: mlx-lm does not shard the architecture, or its sizes do
-            not divide.
+        UnsupportedModelError: mlx-lm does not shard the architecture, or the number of
+            ranks does not divide its sizes.
     """
     size = group.size()
     sharded: Any = getattr(model, "shard", None)
@@ -73,20 +73,20 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     counts = _attention_heads(model)
     try:
         sharded(group)
-    except Exception as error:  # sizes that do not divide, as each layer says it
+    except Exception as error:  # layers report in their own ways what does not divide
         raise _indivisible(name, size, counts or first_line(error)) from error
     after = _numbers(model)
     for key, number in before.items():
         rest = after.get(key, number)
-        # Fewer heads than ranks are repeated where mlx-lm does that.
+        # For some models, mlx-lm repeats heads if there are fewer than ranks.
         repeated = rest == 1 and number < size and size % number == 0
         if rest not in (number, number / size) and not repeated:
             raise _indivisible(name, size, counts or f"{key[1]} is {number}")
     for module, head in heads:
-        # Drafts are lent the output head, and are whole on each rank.
+        # Drafts are whole on each rank and borrow the output head, so it stays whole.
         if module["lm_head"] is not head:
             module["lm_head"] = head
-            module.sharding_group = None  # it does not gather what is whole
+            module.sharding_group = None  # a whole output needs no gathering
     for path, layer in leaves_of(model):
         if type(layer) in _PLAIN:
             model.update_modules(tree_unflatten([(path, _plain(layer, group))]))
@@ -100,9 +100,9 @@ def _indivisible(name: str, size: int, why: str) -> UnsupportedModelError:
 
 
 def _attention_heads(model: nn.Module) -> str:
-    """How many a model has, in words, as its configuration says; empty: it does not."""
+    """The number of a model's heads in words; empty: its configuration has none."""
     modules: list[tuple[str, Any]] = model.named_modules()
-    # Of a model with images the text's.
+    # For a model that also reads images, the text part's number.
     for args in (vars(each).get("args") for _, each in modules):
         heads = getattr(args, "num_attention_heads", None)
         if heads is not None:
@@ -112,7 +112,7 @@ def _attention_heads(model: nn.Module) -> str:
 
 
 def _heads(model: nn.Module) -> list[tuple[Any, nn.Module]]:
-    """Output heads, and the modules that have them."""
+    """The modules that have an output head, each with its head."""
     modules: list[tuple[str, Any]] = model.named_modules()
     return [(m, m["lm_head"]) for _, m in modules if "lm_head" in m]
 
@@ -128,7 +128,7 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
     }
 
 
-# mlx's layer of a shard, and the layer with the same product; whether it is summed.
+# mlx's layer of a shard -> a layer with the same product, and whether it is summed.
 _PLAIN: dict[type, tuple[type, bool]] = {
     AllToShardedLinear: (nn.Linear, False),
     QuantizedAllToShardedLinear: (nn.QuantizedLinear, False),

@@ -1,4 +1,4 @@
-"""A model's tokenizer: text as it streams, and a chat template in place of its own."""
+"""A model's tokenizer: exact streamed text, and setting another chat template."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..errors import ConfigError
 
 
 class ExactStreamingDetokenizer(StreamingDetokenizer):
-    """Text of tokens as they come, for any tokenizer, in linear time.
+    """Streams the text of tokens, for any tokenizer, in linear time.
 
-    New tokens are decoded after those of the last piece, so that what a decoder
-    does at the start of a text (dropping a space) happens only there; mlx-lm's
-    own classes drop a leading space that ``decode`` keeps. Text is held back
-    while it ends inside a character. Nothing is decoded until text is asked for.
+    New tokens are decoded after those of the last piece. So what a decoder does at the
+    start of a text (dropping a space) happens only there; mlx-lm's own classes drop a
+    leading space that ``decode`` keeps. Text is held back while it ends inside a
+    character. Nothing is decoded until text is asked for.
 
-    The whole text equals ``tokenizer.decode``, with one exception: a tokenizer
-    with byte fallback (Llama 2's, Gemma's) decodes a run of byte tokens that is
-    cut inside a character to as many replacement characters as it has bytes, the
-    whole characters before the cut included. Those were shown already, and stay.
+    The whole text equals ``tokenizer.decode``, with one exception. If a run of byte
+    tokens is cut inside a character, a tokenizer with byte fallback (Llama 2's,
+    Gemma's) decodes all of its bytes, also those of whole characters before the cut, to
+    one replacement character each. Whole characters were shown already, and stay.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -32,23 +32,23 @@ class ExactStreamingDetokenizer(StreamingDetokenizer):
         self.offset = 0
         self.tokens: list[int] = []
         self._text = ""
-        # tokens[:_start] are done with; tokens[_start:_read] give the rest their
-        # context; _context is what of tokens[_start:] is in the text.
+        # tokens[:_start] are done. tokens[_start:_read] are the context of the rest.
+        # _context is the part of the text of tokens[_start:] that is in _text.
         self._start = 0
         self._read = 0
         self._context = ""
 
     def add_token(self, token: int) -> None:
-        """Take one token id."""
+        """Append one token id."""
         self.tokens.append(token)
 
     def finalize(self) -> None:
-        """Emit what was held back, also when it ends inside a character."""
+        """Emit text that was held back, even if it ends inside a character."""
         self._advance(force=True)
 
     @property
     def text(self) -> str:  # type: ignore[override]
-        """The text so far, as far as its characters are complete."""
+        """The text so far, up to the last complete character."""
         self._advance(force=False)
         return self._text
 
@@ -87,10 +87,10 @@ class ExactTokenizerWrapper(TokenizerWrapper):
 
 
 def set_chat_template(tokenizer: Any, template: str) -> None:
-    """Let ``tokenizer`` render ``template``.
+    """Let ``tokenizer`` render ``template`` instead of its own.
 
     Raises:
-        ConfigError: it is empty, or the tokenizer's own is a function of mlx-lm's.
+        ConfigError: it is empty, or the tokenizer's own template is code of mlx-lm.
     """
     if not isinstance(template, str) or not template.strip():
         raise ConfigError("chat_template is empty: give a template in Jinja")

@@ -28,18 +28,18 @@ class _ReachedError(Exception):
 class TargetEnds:
     """A target's embedding and output head, computed by its own code.
 
-    So scales, caps and padding of its architecture are right.
+    Its code applies the scales, caps and padding of its architecture.
 
     Args:
         model: an mlx-lm model; it does not change.
         name: for messages.
 
     Attributes:
-        model: the same.
-        num_layers: of the target.
+        model: the given model.
+        num_layers: number of the target's layers.
 
     Raises:
-        UnsupportedModelError: it is not built of a trunk and a head.
+        UnsupportedModelError: the model is not built of a trunk and a head.
     """
 
     def __init__(self, model: nn.Module, name: str):
@@ -69,7 +69,7 @@ class TargetEnds:
         return part
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """What the first layer is given for ``tokens`` (B, S): (B, S, D)."""
+        """The first layer's input (B, S, D) for ``tokens`` (B, S)."""
         try:
             self._embedding(tokens)
         except _ReachedError as reached:

@@ -1,4 +1,4 @@
-"""What the vocabularies of two models share, so that one can draft for the other."""
+"""Compares the vocabularies of two models, so that one can draft for the other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import numpy.typing as npt
 from ..errors import VocabularyMismatchError
 from .loaded import LoadedModel
 
-#: Least share of the target's tokens that a draft has to have. By Zipf's law, the most
-#: frequent twentieth of a vocabulary makes up about three quarters of a text. A draft
-#: with less could not propose every fourth token: no round would keep more than three.
+#: The least share of the target's tokens that a draft must have. By Zipf's law, the
+#: most frequent twentieth of a vocabulary makes up about three quarters of a text. A
+#: draft with less would lack every fourth token of a text, so no round would keep more
+#: than three.
 LEAST_SHARE = 0.05
 
-#: What a token stands for, and whether it is a special one: a special token is never
-#: the same as its text.
+#: The bytes that a token stands for, and whether it is a special token. A special token
+#: is never the same as its text.
 Piece = tuple[bytes, bool]
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -34,7 +35,7 @@ class VocabularyMap:
         reads: the draft's token that is read for each target id, shape (N,), int32.
         proposes: whether the draft may propose each target id, shape (N,), boolean;
             no two of these are read as the same token.
-        share: of the target's tokens, those that the draft may propose, 0 to 1.
+        share: share of the target's tokens that the draft may propose, 0 to 1.
     """
 
     reads: npt.NDArray[np.int32]
@@ -42,7 +43,7 @@ class VocabularyMap:
     share: float
 
     def sized(self, target_size: int, draft_size: int) -> VocabularyMap:
-        """The same for models of so many logits.
+        """The same map for models with these numbers of logits.
 
         An embedding may have more rows than there are tokens, or fewer.
         """
@@ -58,15 +59,15 @@ class VocabularyMap:
 
 
 def map_vocabulary(target: LoadedModel, draft: LoadedModel) -> VocabularyMap | None:
-    """Which of the draft's tokens stand for which of the target's.
+    """Map the target's tokens to the draft's.
 
-    Tokens are the same where they stand for the same bytes; special ones, where they
-    have the same name, or end (or begin) texts in both. For a token that the draft
-    lacks, it reads the longest of its tokens that ends the same way. How many logits a
-    model computes does not matter here, see :meth:`VocabularyMap.sized`.
+    Two tokens are the same if they stand for the same bytes. Special tokens are the
+    same if they have the same name, or if both end (or begin) texts. In place of a
+    token that it lacks, the draft reads its longest token that ends the same way. The
+    numbers of logits do not matter here, see :meth:`VocabularyMap.sized`.
 
     Returns:
-        ``None`` where every token has the same id in both.
+        ``None`` if every token has the same id in both.
 
     Raises:
         VocabularyMismatchError: the draft has too few of the target's tokens.
@@ -95,7 +96,7 @@ def map_vocabulary(target: LoadedModel, draft: LoadedModel) -> VocabularyMap | N
 
 
 def _same_tokens(target: _Pieces, draft: _Pieces) -> dict[int, int]:
-    """The draft's token for each of the target's that it has; no token comes twice."""
+    """The draft's token for each target token that it has; none is used twice."""
     same = {
         token: draft.ids[piece]
         for piece, token in target.ids.items()
@@ -115,11 +116,11 @@ class _Pieces:
     """The tokens of a vocabulary.
 
     Args:
-        of_id: what each token stands for.
-        ids: the token for each piece; the lowest of several, and one of a byte only
-            where there is no other.
+        of_id: the piece that each token stands for.
+        ids: the token for each piece: the lowest of several, and a byte token only if
+            there is no other.
         roles: tokens that end and begin texts.
-        fallback: the token that is read where nothing fits.
+        fallback: the token to read if no other fits.
     """
 
     of_id: dict[int, Piece]
@@ -151,9 +152,9 @@ class _Pieces:
         return cls(of_id, ids, roles, _ids_of(tokenizer, ("unk",), of_id).get("unk", 0))
 
     def closest(self, piece: Piece) -> int:
-        """The longest token that ends like ``piece``.
+        """The longest token that ``piece`` ends with.
 
-        What follows depends most on how the text ends.
+        The text that follows depends most on how the text so far ends.
         """
         text, _ = piece
         for start in range(len(text)):
@@ -175,9 +176,9 @@ class _Spelling:
     """How a tokenizer writes the bytes of its tokens.
 
     Args:
-        byte_level: a character for each byte, as GPT-2 does.
-        byte_fallback: bytes that are no token have one like ``<0x0A>``.
-        blank: a space is written like this; "" where it is a space.
+        byte_level: whether each byte is written as a character, as in GPT-2.
+        byte_fallback: whether bytes without another token have one like ``<0x0A>``.
+        blank: the spelling of a space; "": a space.
     """
 
     byte_level: bool = False
@@ -186,7 +187,7 @@ class _Spelling:
 
     @classmethod
     def of(cls, tokenizer: Any) -> _Spelling:
-        # Which of them it is, only the decoder knows; without one, tokens are texts.
+        # Only the decoder shows the spelling. Without a decoder, tokens are texts.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", "")
         described = str(decoder)
         return cls(
@@ -203,7 +204,7 @@ class _Spelling:
         """The bytes that a token stands for."""
         if self.byte_level:
             characters = _byte_characters()
-            # What was added later may be written as it is.
+            # Tokens that were added later may be plain text.
             if characters.keys() >= set(map(ord, token)):
                 return token.translate(characters).encode("latin-1")
         elif self.byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):

@@ -3,7 +3,7 @@
     context    fc + norm of the target's hidden states, tokens 0 .. p - 1
     block      [ x_p  mask  mask  mask ]   at positions p, p + 1, ...
 
-In each layer keys and values of the context are of the same projections as the block's.
+In each layer, the same projections make keys and values of the context and the block.
 A slot of the block sees the whole context and the whole block. Keys and values of the
 context stay in the caches; the block's are written after them and taken back.
 """
@@ -21,7 +21,7 @@ from .layers import HeadLayer
 
 
 class MarkovHead(nn.Module):
-    """A bias on logits by the token before, of low rank."""
+    """A low-rank bias on logits that depends on the previous token."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,11 +50,11 @@ class BlockHead(DraftHead):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, the tokens of a sliding window; ``None``: everything."""
+        """Tokens of each layer's sliding window; ``None``: it sees everything."""
         return self.args.windows
 
     def context(self, hidden: mx.array) -> mx.array:
-        """What keys and values of the context are made of, (B, S, D)."""
+        """The input of the context's keys and values, (B, S, D)."""
         made: mx.array = self.hidden_norm(self.fc(hidden))
         return made
 
@@ -101,17 +101,17 @@ class BlockHead(DraftHead):
         return found
 
     def before(self, tokens: mx.array) -> mx.array:
-        """What the Markov head knows of the token before, (B, S, rank)."""
+        """The Markov head's embedding of the previous token, (B, S, rank)."""
         found: mx.array = self.markov_head.markov_w1(tokens)
         return found
 
     def bias(self, before: mx.array) -> mx.array:
-        """What the Markov head adds to logits of the head's own tokens."""
+        """The Markov head's bias on logits of the head's own tokens."""
         found: mx.array = self.markov_head.markov_w2(before)
         return found
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """Logits (B, S, V) of a block: what is planned and checked as a model is."""
+        """Logits (B, S, V) of a block, to plan and check it like a model."""
         logits = self.logits(self.states(inputs, cache))
         if "markov_head" in self:
             logits = logits + self.bias(self.before(inputs))

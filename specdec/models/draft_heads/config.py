@@ -1,4 +1,4 @@
-"""What the configuration of a published draft head says, in one form.
+"""Reads the configurations of published draft heads into one form.
 
 A draft head is a small network that reads the target's hidden states. Its
 configuration comes in several spellings: z-lab's (DFlash), DeepSeek's (DSpark),
@@ -16,7 +16,7 @@ from ...utils.data_files import DataError, check_shape
 from ...utils.printable import quoted
 
 _NUMBER = (float, int)
-# Of the layers; a part of a configuration in speculators' format.
+# Keys about the layers. Speculators' format has them in a part of its own.
 _SIZES: dict[str, Any] = {
     "hidden_size": int,
     "intermediate_size": int,
@@ -71,34 +71,34 @@ _DFLASH: dict[str, Any] = {
     "input_embedding_scale?": (*_NUMBER, None),
 }
 
-# Of these, a number that is there is 1 or more.
+# Numbers under these keys must be 1 or more.
 _POSITIVE = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
     "sliding_window", "draft_vocab_size", "target_hidden_size", "num_target_layers",
 }  # fmt: skip
 
-# By the first of a configuration's ``architectures``, where speculators' format does
-# not say it.
+# Kinds by the first of a configuration's ``architectures``. Speculators' format names
+# the kind itself.
 _BLOCK = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
 _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
-# Heads that are known, and not run.
+# Words in the names of known kinds of heads, supported or not.
 _OTHERS = ("dflash", "dspark", "eagle", "domino", "medusa", "hydra", "dflare", "mtp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a head's layers, which are those of Llama or Qwen3.
+    """Sizes of a head's layers, which are built like those of Llama or Qwen3.
 
     Args:
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim,
             rms_norm_eps: as in a model's configuration.
-        rope_theta, rope_scaling: of the rotary embedding, which turns all of a head.
-        rope_traditional: whether it turns neighbours, not halves; ``None``: as the
+        rope_theta, rope_scaling: of the rotary embedding, which rotates whole heads.
+        rope_traditional: whether it rotates neighbours, not halves; ``None``: as the
             target does.
-        max_positions: that the head was made for; ``None``: not known.
+        max_positions: positions that the layers were made for; ``None``: not known.
         qk_norm: whether queries and keys have a norm for each head.
-        bias: whether the projections of attention have one.
+        bias: whether the query, key and value projections have a bias.
     """
 
     hidden_size: int
@@ -118,19 +118,19 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What all draft heads have.
+    """The configuration that all draft heads share.
 
     Args:
-        kind: for messages and reports.
-        sizes: of its layers.
+        kind: the kind of head, for messages and reports.
+        sizes: sizes of its layers.
         target_layers: layers of the target whose outputs it reads, counted from 0.
-        num_target_layers: layers of the target that it was made for; ``None``: not
-            known.
+        num_target_layers: number of layers of the target that it was made for;
+            ``None``: not known.
         target_size: width of the target's hidden states.
-        vocab_size: of the target that it was made for.
-        draft_vocab_size: tokens that it can propose.
-        owns_embedding, owns_head: whether they are stored with it; else they are the
-            target's.
+        vocab_size: vocabulary size of the target that it was made for.
+        draft_vocab_size: number of tokens that it can propose.
+        owns_embedding, owns_head: whether embedding and output head are stored with
+            it; otherwise it uses the target's.
     """
 
     kind: str
@@ -150,16 +150,16 @@ class BlockConfig(HeadConfig):
 
     Args:
         block_size: tokens of a block, the newest committed one (the anchor) included.
-        mask_token: in the place of those that are to be proposed.
-        from_anchor: whether the anchor's slot predicts the token after it, and each
-            slot the next one; else each slot predicts the token in its own place.
-        windows: of each layer, tokens of a sliding window; ``None``: everything.
-        causal: of each layer, whether a slot sees just those before it of its block.
-        markov_rank: of the bias by the token before; 0: there is none.
-        owns_mask: whether the embedding of masks is stored with the head; else it is
-            that of ``mask_token``.
-        embedding_scale, logit_scale, logit_cap: of embeddings and logits; a cap of 0
-            is none.
+        mask_token: stands for each token of the block that is to be proposed.
+        from_anchor: whether each slot, from the anchor's on, predicts the token after
+            it; otherwise each slot predicts the token in its own place.
+        windows: tokens of each layer's sliding window; ``None``: it sees everything.
+        causal: for each layer, whether later slots of the block are hidden from a slot.
+        markov_rank: rank of the bias from the previous token; 0: there is no bias.
+        owns_mask: whether the embedding of masks is stored with the head; otherwise
+            it is the embedding of ``mask_token``.
+        embedding_scale, logit_scale: factors of embeddings and of logits.
+        logit_cap: cap of logits; 0: there is no cap.
     """
 
     block_size: int
@@ -175,7 +175,7 @@ class BlockConfig(HeadConfig):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most tokens of one block that it can propose."""
+        """The most tokens that it can propose in one block."""
         return self.block_size - (not self.from_anchor)
 
 
@@ -185,9 +185,9 @@ class EagleConfig(HeadConfig):
 
     Args:
         norm_before_residual: whether the residual is the normed feature.
-        norm_before_fc: one norm of all features together, before they are projected.
-        fc_norm: a norm of each feature, before they are projected.
-        norm_output: whether what is fed back is normed.
+        norm_before_fc: whether one norm of all features precedes their projection.
+        fc_norm: whether a norm of each feature precedes their projection.
+        norm_output: whether the output is normed before it is fed back.
     """
 
     norm_before_residual: bool = False
@@ -197,7 +197,7 @@ class EagleConfig(HeadConfig):
 
 
 def is_head(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is one of a draft head, not of a whole model.
+    """Whether a configuration describes a draft head, not a whole model.
 
     Heads of kinds that are not supported count: :func:`head_config` refuses them.
     """
@@ -208,16 +208,17 @@ def is_head(config: Mapping[str, Any]) -> bool:
 def head_config(
     config: Mapping[str, Any], names: Collection[str], source: str
 ) -> HeadConfig:
-    """What a configuration says.
+    """Parse a draft head's configuration.
 
     Args:
         config: as in ``config.json``.
-        names: of the arrays stored beside it, as :func:`.loading.canonical` has them.
+        names: names of the arrays stored with it, as :func:`.loading.canonical` returns
+            them.
         source: for messages.
 
     Raises:
-        UnsupportedModelError: a head of a kind that is not supported.
-        ModelError: something is missing, or is not what it should be.
+        UnsupportedModelError: the head is of a kind that is not supported.
+        ModelError: a value is missing or invalid.
     """
     try:
         return _parsed(config, names, source)
@@ -333,7 +334,7 @@ def _block(
     sizes: LayerSizes = common["sizes"]
     ids = value("target_layer_ids")
     if not ours and config.get("aux_hidden_state_layer_ids") is not None:
-        # Counted as what a layer is given, not as what it puts out.
+        # These numbers count the inputs of layers, not their outputs.
         ids = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
     if ids is None and config.get("num_target_layers"):
         ids = spread_layers(config["num_target_layers"], sizes.num_layers)
@@ -350,7 +351,7 @@ def _block(
     if anchor is None:
         anchor = value("query_zero_predicts_next")
     if anchor is None:
-        # DSpark's own checkpoints all do, and do not say so.
+        # All of DSpark's own checkpoints do this, but do not say so.
         anchor = ours and "DSpark" in _architecture(config)
     rank = _markov_rank(config, names, source)
     windows = _windows(layers, more, sizes.num_layers)
@@ -413,7 +414,7 @@ def _causal(
         said = more.get("causal")
     if not ours and said is None:
         said = not config.get("sliding_window_non_causal", True)
-        # Layers that see everything never are.
+        # Layers without a window are never causal.
         return tuple(said and window is not None for window in windows)
     if said is None:
         return tuple(window is not None for window in windows)
@@ -426,10 +427,10 @@ def _eagle(config: Mapping[str, Any], common: dict[str, Any]) -> EagleConfig:
         {key: _OWN[key] for key in ("eagle_aux_hidden_state_layer_ids?",)},
         "eagle_config",
     )
-    # By what a layer puts out, as SpecForge counts, or by what it is given, as vLLM
-    # does: the fields are the same, and conversions keep the numbers. Heads read the
-    # output of layer 1 first, so that a list which begins with 1 is of the former
-    # kind; SGLang tells them apart by that. Of none, the target's depth decides.
+    # SpecForge counts the outputs of layers, vLLM their inputs. Both use the same
+    # fields, and conversions keep the numbers. Heads read the output of layer 1 first,
+    # so a list that begins with 1 counts outputs; SGLang uses the same test. Without a
+    # list, the target's depth decides.
     key = "eagle_aux_hidden_state_layer_ids"
     ids = config.get(key) or more.get(key) or ()
     return EagleConfig(
@@ -446,9 +447,9 @@ def _eagle(config: Mapping[str, Any], common: dict[str, Any]) -> EagleConfig:
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Layers of a target that a DFlash head reads where nobody says which.
+    """Layers of a target that a DFlash head reads if its configuration names none.
 
-    From the second to the third from the end, ``count`` of them.
+    ``count`` layers, from the second one to the third from the end.
     """
     if count == 1:
         return (num_target_layers // 2,)
@@ -457,5 +458,5 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 
 def default_eagle_layers(num_target_layers: int) -> tuple[int, ...]:
-    """Layers of a target that an EAGLE-3 head reads where nobody says which."""
+    """Layers of a target that an EAGLE-3 head reads if its configuration names none."""
     return 1, num_target_layers // 2 - 1, num_target_layers - 4

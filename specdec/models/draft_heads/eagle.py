@@ -1,7 +1,7 @@
 """EAGLE-3: token after token, from the target's features and the token after each.
 
 The pair of a feature at position t and the token at t + 1 predicts the token at t + 2.
-What the layer puts out is the feature of the next pair, until the target's is known.
+The layers' output is the feature of the next pair until the target's is known.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EagleHead(DraftHead):
         self.norm = nn.RMSNorm(size, eps=eps)
 
     def feature(self, hidden: mx.array) -> mx.array:
-        """The target's hidden states (B, S, F) at the head's width, (B, S, D)."""
+        """The target's hidden states (B, S, F), projected to (B, S, D)."""
         if "input_norm" in self:
             hidden = self.input_norm(hidden)
         if "fc_norm" in self:
@@ -53,11 +53,11 @@ class EagleHead(DraftHead):
         return self.step(following, self.feature(hidden), caches)
 
     def step(self, tokens: mx.array, feature: mx.array, caches: list[Any]) -> mx.array:
-        """Write pairs; what the next pair's features are, (B, S, D).
+        """Write pairs and return the features of the next pairs, (B, S, D).
 
         Args:
             tokens: shape (B, S).
-            feature: of the position before each, shape (B, S, D).
+            feature: features of the positions before the tokens, shape (B, S, D).
         """
         config, first = self.args, self.layers[0]
         normed = first.hidden_norm(feature)
@@ -75,13 +75,13 @@ class EagleHead(DraftHead):
         return h
 
     def predict(self, h: mx.array) -> mx.array:
-        """Logits of the head's own tokens, of what :meth:`step` gave."""
+        """Logits of the head's own tokens from the output of :meth:`step`."""
         if not self.args.norm_output:
             h = self.norm(h)
         return self.logits(h)
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """Logits (B, S, V) without features: what is planned and checked as a model."""
+        """Logits (B, S, V) with zero features, to plan and check it like a model."""
         size = self.args.sizes.hidden_size
         feature = mx.zeros((*inputs.shape, size), self.norm.weight.dtype)
         return self.as_target(self.predict(self.step(inputs, feature, cache)))

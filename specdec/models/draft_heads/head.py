@@ -1,4 +1,4 @@
-"""What all draft heads share: where embedding, output head and tokens are from."""
+"""The base of all draft heads: embedding, output head, and tokens to propose."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class DraftHead(nn.Module):
     """A network that drafts from the target's hidden states.
 
     It keeps keys and values of a *context*: one entry for each committed token of a
-    row but the last, made of the target's hidden states there. As mlx-lm's models do,
+    row but the last, made from the target's hidden states there. Like mlx-lm's models,
     it asks for a cache for each layer.
 
     Args:
-        config: of the head.
+        config: the head's configuration.
     """
 
-    #: Whether a context entry reads the token after its own, too.
+    #: Whether a context entry also reads the token after its own.
     reads_following = False
 
     def __init__(self, config: HeadConfig):
@@ -33,22 +33,23 @@ class DraftHead(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if config.owns_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        #: As mlx-lm's models have it.
+        #: Under the name that mlx-lm's models use.
         self.args = config
         self._ends: TargetEnds | None = None
-        # For each token of the target the draft's logit; one after the last for none.
+        # The index of the head's logit for each token of the target; one past the last
+        # if the head cannot propose the token.
         self._places: mx.array | None = None
 
     def bind(self, ends: TargetEnds) -> None:
-        """Take from the target what is not stored with the head."""
+        """Use the target's embedding and output head where the head has none."""
         vars(self)["_ends"] = ends
 
     def take_offsets(self, offsets: mx.array, vocab_size: int) -> None:
         """Note which tokens of the target the head can propose.
 
         Args:
-            offsets: what the target's id of each of the head's tokens is more than
-                its own, shape (draft_vocab_size,): ``d2t``.
+            offsets: the target's id less the head's id of each of the head's tokens,
+                shape (draft_vocab_size,): ``d2t``.
             vocab_size: V, the target's number of logits.
         """
         own = mx.arange(offsets.shape[0], dtype=mx.int32)
@@ -58,7 +59,7 @@ class DraftHead(nn.Module):
 
     @property
     def lenders(self) -> list[nn.Module]:
-        """Models whose weights it computes with, beside its own."""
+        """Other models whose weights it computes with."""
         return [] if self._ends is None else [self._ends.model]
 
     @property
@@ -70,7 +71,7 @@ class DraftHead(nn.Module):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, the tokens of a sliding window; ``None``: everything."""
+        """Tokens of each layer's sliding window; ``None``: it sees everything."""
         return (None,) * self.args.sizes.num_layers
 
     def make_cache(self) -> list[Any]:
@@ -85,16 +86,16 @@ class DraftHead(nn.Module):
         return embedded
 
     def logits(self, h: mx.array) -> mx.array:
-        """Logits of the head's own tokens, of normed states (B, S, D)."""
+        """Logits of the head's own tokens from normed states (B, S, D)."""
         if "lm_head" not in self:
             return self.ends.logits(h)
         found: mx.array = self.lm_head(h)
         return found
 
     def as_target(self, logits: mx.array) -> mx.array:
-        """Logits of the head's own tokens as logits of the target's.
+        """Logits of the target's tokens from logits of the head's own tokens.
 
-        Minus infinity for those that it cannot propose.
+        Tokens that the head cannot propose have minus infinity.
         """
         if self._places is None:
             return logits
@@ -107,13 +108,13 @@ class DraftHead(nn.Module):
         """Write context entries.
 
         Args:
-            hidden: the target's hidden states, shape (B, S, F): of each layer that the
-                head reads, one after the other.
+            hidden: the target's hidden states, shape (B, S, F): the outputs of the
+                layers that the head reads, concatenated.
             following: the token after each, shape (B, S).
             caches: one for each layer.
 
         Returns:
-            What proposing begins with where an entry is a row's last, shape (B, S, D);
-            ``None``: nothing.
+            A state for each entry, shape (B, S, D): proposing begins with that of a
+            row's last entry. ``None``: it begins without one.
         """
         raise NotImplementedError

@@ -14,11 +14,11 @@ from .config import LayerSizes
 
 
 class HeadAttention(nn.Module):
-    """Attention whose queries, and keys with values, may be of different inputs.
+    """Attention whose queries may have another input than its keys and values.
 
     Args:
-        sizes: of the layer.
-        input_size: width of what it projects.
+        sizes: sizes of the layer.
+        input_size: width of its inputs.
     """
 
     def __init__(self, sizes: LayerSizes, input_size: int):
@@ -63,13 +63,13 @@ class HeadAttention(nn.Module):
     def attend(
         self, q: mx.array, keys: Any, values: Any, mask: Any, cache: Any = None
     ) -> mx.array:
-        """What queries (B, H, S, d) find, projected, (B, S, D).
+        """The projected output (B, S, D) of attention for queries (B, H, S, d).
 
         Args:
-            keys, values: of all that may be seen, as a cache hands them over.
+            keys, values: of all tokens that may be seen, as a cache returns them.
             mask: boolean or additive, broadcast to (B, H, S, T); ``"causal"``; or
                 ``None``: everything is seen.
-            cache: that they are of.
+            cache: the cache that returned them.
         """
         found = scaled_dot_product_attention(
             q, keys, values, cache=cache, scale=self.scale, mask=mask
@@ -81,7 +81,7 @@ class HeadAttention(nn.Module):
         return out
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        """Attention of ``x`` to what the cache holds and to itself; written to it."""
+        """Attention of ``x`` to itself and the cache; ``x`` is written to the cache."""
         offset = cache.offset
         q = self.queries(x, offset)
         keys, values = cache.update_and_fetch(*self.keys_values(x, offset))
@@ -94,12 +94,12 @@ class HeadAttention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer, its norms before attention and MLP.
+    """A decoder layer with norms before attention and MLP.
 
     Args:
-        sizes: of it.
-        pair: whether its attention reads a token and a feature side by side: the
-            first layer of EAGLE-3.
+        sizes: sizes of the layer.
+        pair: whether its attention reads a token and a feature side by side, as in
+            the first layer of EAGLE-3.
     """
 
     def __init__(self, sizes: LayerSizes, *, pair: bool = False):
@@ -113,13 +113,13 @@ class HeadLayer(nn.Module):
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        """``x`` (B, S, D) after the layer, written to the cache."""
+        """The layer's output for ``x`` (B, S, D), which is written to the cache."""
         return self.after_attention(
             x, self.self_attn(self.input_layernorm(x), mask, cache)
         )
 
     def after_attention(self, residual: mx.array, found: mx.array) -> mx.array:
-        """The rest of the layer, once attention has found something."""
+        """The rest of the layer, from the output of attention on."""
         h = residual + found
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
         return out

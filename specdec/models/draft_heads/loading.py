@@ -1,4 +1,4 @@
-"""Draft heads from folders: their weights, and whether they fit a target."""
+"""Loads draft heads from folders, and checks that they fit a target."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .config import (
 from .eagle import EagleHead
 from .head import DraftHead
 
-# Arrays that training needs, that can be computed, or of which no use is made.
+# Arrays that only training needs, that can be computed, or that are not used.
 _LEFT_OUT = re.compile(
     r"^(t2d|verifier_.*|mask_hidden|confidence_head\..*|.*rotary_emb\.inv_freq)$"
 )
@@ -44,15 +44,15 @@ _RENAMED = (
 
 
 def read_head_config(folder: Path) -> dict[str, Any] | None:
-    """The configuration of a folder, if it is one of a draft head.
+    """The configuration of a draft head's folder; ``None``: it is not a head's.
 
     Raises:
-        ModelError: its weights are in files that are not read.
+        ModelError: the head's weights are in files that are not read.
     """
     try:
         config = read_json(folder / "config.json")
     except (OSError, DataError):
-        return None  # loading it as a model says what is wrong
+        return None  # loading it as a model reports what is wrong
     if not isinstance(config, dict) or not is_head(config):
         return None
     check_files(folder)
@@ -71,7 +71,7 @@ def read_head_config(folder: Path) -> dict[str, Any] | None:
 
 
 def canonical(names: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Arrays by the names that they have in a head here."""
+    """Arrays under the names that the classes of heads use."""
     found = {}
     for name, array in names.items():
         for pattern, instead in _RENAMED:
@@ -84,18 +84,18 @@ def canonical(names: Mapping[str, mx.array]) -> dict[str, mx.array]:
 def open_head(
     folder: Path, config: Mapping[str, Any], source: str, target: Described
 ) -> DraftHead:
-    """A head with its weights, none of them computed yet, bound to its target.
+    """A head bound to its target, with weights that are not computed yet.
 
     Args:
-        folder: where it is.
-        config: of :func:`read_head_config`.
+        folder: the head's folder.
+        config: as :func:`read_head_config` returns it.
         source: for messages.
         target: a model, or an outline of one.
 
     Raises:
-        UnsupportedModelError: it is of a kind that is not supported, or does not fit
-            the target.
-        ModelError: it is damaged.
+        UnsupportedModelError: the head is of a kind that is not supported, or does not
+            fit the target.
+        ModelError: the head is damaged.
     """
     weights: dict[str, mx.array] = {}
     try:
@@ -162,9 +162,9 @@ def load_head(
 
     Args:
         folder, config, source: as for :func:`open_head`.
-        target: whose embedding and output head it shares where it has none.
-        dtype: of its weights; ``None``: as they are stored, or the target's where both
-            have 16 bits.
+        target: lends its embedding and output head if the head has none.
+        dtype: type of the head's weights; ``None``: the target's type if that has 16
+            bits, otherwise as they are stored.
 
     Raises:
         UnsupportedModelError, ModelError: see :func:`open_head`.
@@ -174,7 +174,7 @@ def load_head(
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, with what it says of its layers where a model says it."""
+    """The configuration, with its layers' keys at the top as in a model's."""
     return {**config, **config.get("transformer_layer_config", {})}
 
 
@@ -184,7 +184,7 @@ def cast_head(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) ->
         cast(head, dtype, lazy=lazy)
         return
     theirs = head.ends.embed(mx.zeros((1, 1), mx.int32)).dtype
-    # Of two such types MLX makes float32.
+    # MLX promotes a mix of these two types to float32.
     if theirs in (mx.bfloat16, mx.float16):
         head.set_dtype(theirs)
 
@@ -192,7 +192,7 @@ def cast_head(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) ->
 def _fitted(
     config: HeadConfig, source: str, target: Described, ends: TargetEnds
 ) -> HeadConfig:
-    """The configuration with what the target decides; refused where they differ."""
+    """Complete a configuration from the target, or refuse a head that does not fit."""
     layers, name = ends.num_layers, target.name
     token = mx.zeros((1, 1), mx.int32)
     embedded = ends.embed(token)
@@ -238,7 +238,7 @@ def _fitted(
 
 
 def turns_pairs(model: nn.Module) -> bool:
-    """Whether a model's rotary embeddings turn neighbours, not halves of a head."""
+    """Whether a model's rotary embeddings rotate neighbours, not halves of a head."""
     modules: list[tuple[str, Any]] = model.named_modules()
     return any(getattr(each, "traditional", None) is True for _, each in modules)
 
@@ -268,13 +268,13 @@ def _take_offsets(head: DraftHead, offsets: mx.array | None, source: str) -> Non
 def fill(
     head: DraftHead, weights: dict[str, mx.array], packing: Any, source: str
 ) -> None:
-    """Give a head its arrays: each that it has, of the right shape, and no other."""
+    """Load arrays into a head; refuse missing, unknown and misshapen ones."""
     if isinstance(packing, dict):
         nn.quantize(
             head,
             group_size=packing.get("group_size", 64),
             bits=packing.get("bits", 4),
-            # As in mlx-lm's folders, a path of its own may be packed in another way.
+            # As in mlx-lm's folders, the path of a layer may have its own packing.
             class_predicate=lambda path, _: packing.get(
                 path, f"{path}.scales" in weights
             ),

@@ -1,8 +1,8 @@
-"""MTP heads: a layer for the token after next, inside the target's own checkpoint.
+"""MTP heads: a layer in the target's checkpoint that predicts the token after next.
 
 mlx-lm's models drop these weights when they are loaded. The layer is of the target's
-own kind, built and renamed by mlx-lm's code. As EAGLE-3 does, it reads the pair of a
-hidden state and the token after it; there is one feature, the target's last state,
+own kind; mlx-lm's code builds it and renames its weights. Like EAGLE-3, it reads pairs
+of a hidden state and the token after it. The hidden state is the target's last one,
 normed.
 """
 
@@ -28,13 +28,13 @@ from .config import HeadConfig, LayerSizes
 from .head import DraftHead
 from .loading import fill
 
-# By the target's architecture, as mlx-lm's modules are called: how its MTP arrays are
-# named.
+# The target's architectures (mlx-lm's module names), by how their MTP arrays are named.
 _QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 _NEXTN = ("glm4_moe", "glm4_moe_lite")
 _QWEN_ARRAY = re.compile(r"(?:^|\.)mtp\.(.+)$")
 _NEXTN_ARRAY = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.(.+)$")
-# Of both, the names here. Embedding and output head are the target's.
+# Both kinds' array names -> names in the head. Embedding and output head are the
+# target's.
 _RENAMED = {
     "fc.weight": "fc.weight",
     "pre_fc_norm_embedding.weight": "token_norm.weight",
@@ -53,8 +53,8 @@ class MTPConfig(HeadConfig):
     """An MTP head.
 
     Args:
-        norm_output: whether what is fed back is normed.
-        latent: whether its attention is latent, which takes a mask as an array only.
+        norm_output: whether the output is normed before it is fed back.
+        latent: whether its attention is latent; such attention needs an array as mask.
     """
 
     norm_output: bool
@@ -65,9 +65,10 @@ class MTPHead(DraftHead):
     """A target's own MTP head.
 
     Args:
-        config: of it.
-        layer: one of the target's kind, with weights of any values.
-        like: an mlx-lm cache of that layer is made as the target's is at this place.
+        config: the head's configuration.
+        layer: a layer of the target's kind, with weights of any values.
+        like: the target and a place in its caches; the layer's cache is made like the
+            one at this place.
     """
 
     args: MTPConfig
@@ -95,7 +96,7 @@ class MTPHead(DraftHead):
         return self.step(following, self.ends.trunk["norm"](hidden), caches)
 
     def step(self, tokens: mx.array, feature: mx.array, caches: list[Any]) -> mx.array:
-        """Write pairs; what the next pair's features are, (B, S, D)."""
+        """Write pairs and return the features of the next pairs, (B, S, D)."""
         pair = [self.token_norm(self.embed(tokens)), self.state_norm(feature)]
         x = self.fc(mx.concatenate(pair, axis=-1))
         mask = create_attention_mask(x, caches[0], return_array=self.args.latent)
@@ -103,25 +104,25 @@ class MTPHead(DraftHead):
         return self.norm(h) if self.args.norm_output else h
 
     def predict(self, h: mx.array) -> mx.array:
-        """Logits of what :meth:`step` gave."""
+        """Logits from the output of :meth:`step`."""
         return self.logits(h if self.args.norm_output else self.norm(h))
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """Logits (B, S, V) without states: what is planned and checked as a model."""
+        """Logits (B, S, V) with zero features, to plan and check it like a model."""
         size = self.args.sizes.hidden_size
         feature = mx.zeros((*inputs.shape, size), self.norm.weight.dtype)
         return self.predict(self.step(inputs, feature, cache))
 
 
 def open_mtp(folder: Path, target: Described) -> DraftHead:
-    """The MTP head of a target's checkpoint, nothing of it computed yet.
+    """The MTP head of a target's checkpoint, with weights that are not computed yet.
 
     Args:
-        folder: of the target.
+        folder: the target's folder.
 
     Raises:
-        UnsupportedModelError: the target's architecture has none that is known.
-        ModelError: its checkpoint holds none, or a damaged one.
+        UnsupportedModelError: MTP heads of the target's architecture are not supported.
+        ModelError: the checkpoint holds no MTP head, or a damaged one.
     """
     model, name = target.model, target.name
     architecture = architecture_of(model)
@@ -135,7 +136,7 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
     args, depth = owner.args, ends.num_layers
     ours = architecture in _QWEN
     arrays, shifted = _arrays(folder, depth, name, ours=ours)
-    # A layer of the same kind: full attention, and experts where there are some.
+    # A layer of the same kind: full attention, and experts if the target has some.
     place = args.full_attention_interval - 1 if ours else depth - 1
     layer = type(ends.trunk["layers"][place])(args, place)
     heads = args.num_attention_heads
@@ -170,14 +171,14 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
 def _arrays(
     folder: Path, depth: int, name: str, *, ours: bool
 ) -> tuple[dict[str, mx.array], bool]:
-    """The head's arrays, by their names in it, and whether norms are stored less 1."""
+    """The head's arrays by their names, and whether norms are stored as w - 1."""
     found: dict[str, mx.array] = {}
     shifted = False
     try:
         for file in sorted(folder.glob("model*.safetensors")):
             loaded: Mapping[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
             for key, array in loaded.items():
-                # mlx-lm's sign of a checkpoint that was not converted.
+                # mlx-lm recognizes an unconverted checkpoint by this.
                 if ours and key.endswith("conv1d.weight") and array.shape[-1] != 1:
                     shifted = True
                 if ours and (match := _QWEN_ARRAY.search(key)):
@@ -200,7 +201,7 @@ def _arrays(
 def _named(
     arrays: Mapping[str, mx.array], model: Any, place: int, *, shifted: bool
 ) -> dict[str, mx.array]:
-    """Arrays by the names that they have here, the layer's by mlx-lm's own code."""
+    """Arrays under their names here; mlx-lm's own code renames the layer's arrays."""
     weights: dict[str, mx.array] = {}
     inside: dict[str, mx.array] = {}
     for key, array in arrays.items():
@@ -214,14 +215,14 @@ def _named(
     _stack_experts(weights)
     if shifted:
         for key, array in weights.items():
-            # What mlx-lm's code has shifted is another array.
+            # If mlx-lm's code has shifted a norm, it is a new array.
             if array.ndim == 1 and "norm" in key and id(array) in given:
                 weights[key] = array + 1.0
     return weights
 
 
 def _stack_experts(weights: dict[str, mx.array]) -> None:
-    """Join experts that are stored one by one and that mlx-lm's code has left so."""
+    """Join experts that are stored one by one and that mlx-lm's code did not join."""
     at = "layers.0.mlp."
     for name in ("gate_proj", "up_proj", "down_proj"):
         each = list[mx.array]()

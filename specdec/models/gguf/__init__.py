@@ -1,4 +1,4 @@
-"""GGUF files as models of mlx-lm: the file in, model, tokenizer and config out."""
+"""Loads GGUF files as mlx-lm models with tokenizer and configuration."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ def load_gguf(
 
     Args:
         path: the file.
-        form: what the weights become; by default all that MLX can keep packed stays
-            so, and everything else is in floats.
+        form: the format of the weights; by default, what MLX can keep packed stays
+            packed, and everything else becomes floats.
 
     Raises:
         ModelNotFoundError: there is no such file (ModelNameError), or it cannot be
             opened.
-        UnsupportedModelError: something in it is not supported; it is named.
+        UnsupportedModelError: something in the file is not supported; the message
+            names it.
         ModelError: the file is cut short, corrupt or incomplete.
     """
     file = read_header(path)
     try:
-        # First what names an unsupported model, then what may be odd because of it.
+        # The configuration first: it names an unsupported model, whose other parts may
+        # be odd.
         config = build_config(file)
         tokenizer = build_tokenizer(file)
         model, config = build_model(file, config, form or WeightFormat())

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files: names of tensors and keys, as mlx-lm has them."""
+"""The architectures of GGUF files: mlx-lm's names for their tensors and keys."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Architecture:
     """How an architecture's files differ from mlx-lm's folders.
 
     Args:
-        model_type: in mlx-lm.
-        names: of a layer's tensors, without ``.weight``, in mlx-lm.
-        biases: tensors that may have a bias beside the weight.
+        model_type: the model type in mlx-lm.
+        names: mlx-lm's names of a layer's tensors, without ``.weight``.
+        biases: tensors that may have a bias as well as a weight.
         interleaved: whether rows of q and k are interleaved for RoPE over neighbours.
-        traditional: whether mlx-lm's model can compute RoPE so; otherwise the rows go
-            back to their places.
-        norms_hold_one: whether norms hold 1 + w, and mlx-lm adds the 1 itself.
-        head_dim: whether heads may be of another width than hidden size over heads.
-        keys: mlx-lm's configuration keys by those of the metadata.
+        traditional: whether mlx-lm's model can compute RoPE over neighbours; otherwise
+            the rows go back to their places.
+        norms_hold_one: whether norms hold 1 + w, while mlx-lm adds the 1 itself.
+        head_dim: whether a head's width may differ from hidden size over heads.
+        keys: mlx-lm's configuration keys by metadata keys.
         fixed: configuration that files do not have.
     """
 

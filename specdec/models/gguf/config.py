@@ -1,4 +1,4 @@
-"""GGUF metadata to the configuration that mlx-lm's model classes take."""
+"""Converts GGUF metadata to the configuration that mlx-lm's model classes take."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .tensors import read_float_rows
 # llama.cpp has these in its code, not in the file.
 _GEMMA3_SLIDING_PATTERN = 6
 _GEMMA3_LOCAL_ROPE_BASE = 10_000.0
-# Layers of the models that scale queries by something else than their head width.
+# Number of layers of the models that do not scale queries by their head width.
 _27B_BLOCKS = {"gemma2": 46, "gemma3": 62}
-# What Llama 3.1 and later were trained with; files hold only the result.
+# The scaling that Llama 3.1 and later were trained with; files hold only its result.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 # Bytes of two tensors that are compared at a time.
 _COMPARED_BYTES = 1 << 24
@@ -58,13 +58,12 @@ def stored_dtype(file: GGUFFile) -> mx.Dtype:
 def half_dtype(file: GGUFFile) -> mx.Dtype:
     """The 16-bit float type that loses least of what the file stores.
 
-    bfloat16, which the models were trained in and whose range their activations
-    may need (packed scales, float16 in the file, lose up to 0.4%); but float16 for
-    llama files, unless they store a wider type: there activations fit.
+    This is bfloat16: the models were trained in it, and their activations may need its
+    range. Packed scales, which are float16 in the file, lose up to 0.4%. It is float16
+    for llama files that store no wider type, because their activations fit.
 
-    Packed scales pass through this type on the CPU too, which then computes in
-    float32: so one file is the same weights on every backend and in the folder
-    that it converts to.
+    The CPU computes in float32, but packed scales pass through this type there too. So
+    a file has the same weights on every backend and in the folder that it converts to.
     """
     wide = _matrix_types(file) & {"F32", "BF16"}
     llama = architecture_of(file) == "llama"
@@ -129,7 +128,7 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _check_tensors(meta: _Metadata, config: dict[str, Any]) -> None:
-    """Refuse sizes that the tensors do not have, before layers of them are built."""
+    """Refuse sizes that the tensors do not have, before layers are built from them."""
     file, heads = meta.file, config["head_dim"]
     found_blocks = (re.match(r"blk\.(\d+)\.", name) for name in file.tensors)
     blocks = {block[1] for block in found_blocks if block}
@@ -167,7 +166,7 @@ def _tidy(value: float) -> float:
 
 
 def _uniform(meta: _Metadata, key: str, default: Any = None) -> Any:
-    """A value that some files give per layer; it has to be the same for all."""
+    """A value that some files give per layer; it must be the same for all layers."""
     value = meta.need(key) if default is None else meta.get(key, default)
     if not isinstance(value, list):
         return value
@@ -209,14 +208,14 @@ def _refuse_unsupported(
 
 
 def _query_scalar(meta: _Metadata, config: dict[str, Any]) -> int:
-    """What Gemma divides queries by the root of."""
+    """The number by whose square root Gemma divides queries."""
     if config["num_hidden_layers"] == _27B_BLOCKS[meta.architecture]:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])
 
 
 def _phi3(meta: _Metadata, head_dim: int) -> dict[str, Any]:
-    """RoPE over a part of the head, and factors for long contexts."""
+    """Configuration for RoPE over a part of the head, and factors for long contexts."""
     turned = int(meta.get("rope.dimension_count", head_dim))
     original = meta.get("rope.scaling.original_context_length")
     found: dict[str, Any] = {"partial_rotary_factor": turned / head_dim}
@@ -258,7 +257,7 @@ def _rope_scaling(
     if "rope_freqs.weight" in meta.file.tensors:
         return _llama3_scaling(meta, head_dim, theta)
     if meta.architecture == "phi3":
-        return None  # it has its own
+        return None  # _phi3 sets its own
     kind = meta.get("rope.scaling.type")
     factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear"))
     if kind == "none" or factor in (None, 0, 1):
@@ -286,7 +285,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(meta: _Metadata, head_dim: int, theta: float) -> dict[str, Any]:
-    """Llama 3's scaling from the frequency factors that the file stores instead."""
+    """Llama 3's scaling, from the frequency factors that the file stores instead."""
     info = meta.file.tensors["rope_freqs.weight"]
     factors = read_float_rows(meta.file, info, 0, 1).reshape(-1)
     factor = float(factors.max())
@@ -313,9 +312,9 @@ def _llama3_scaling(meta: _Metadata, head_dim: int, theta: float) -> dict[str, A
 def is_tied(file: GGUFFile) -> bool:
     """Whether the output projection is the token embedding.
 
-    Without ``output.weight`` it is, and with one that is the embedding, byte for
-    byte. Anything else is used as it is: the small Qwen files hold one matrix
-    quantized twice, but a head that was trained a little further looks the same.
+    It is if there is no ``output.weight``, or if that equals the embedding byte for
+    byte. Any other ``output.weight`` is used as it is. The small Qwen files hold one
+    matrix quantized twice, but a head that was trained a little further looks the same.
     """
     if "output.weight" not in file.tensors:
         return True

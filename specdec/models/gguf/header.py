@@ -1,7 +1,7 @@
 """The table of contents of a GGUF file: metadata and where each tensor lies.
 
-Read here, in well under a second, and not through the ``gguf`` package: that one
-is optional, and takes ten seconds over a vocabulary of 262,144 tokens.
+This module reads it in well under a second. It does without the ``gguf`` package, which
+is optional and takes ten seconds for a vocabulary of 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 
-# Several times what the largest vocabularies take. A file with holes claims any size
-# without having it on the disk.
+# Several times the size of the largest vocabularies. A sparse file can claim any size
+# without taking up that space on disk.
 _MOST_HEADER_BYTES = 1 << 27
 _MOST_ARRAY_VALUES = 1 << 23
-_MOST_AXIS = 2**31 - 1  # MLX's own
+_MOST_AXIS = 2**31 - 1  # MLX's limit
 
-# What reading nonsense as a header ends in.
+# The errors in which reading nonsense as a header ends.
 _CORRUPT = (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError)
 
 
@@ -113,7 +113,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """An open GGUF file. ``data`` maps its bytes; nothing of a tensor is read yet."""
+    """An open GGUF file. ``data`` maps its bytes; no tensor is read yet."""
 
     path: Path
     metadata: dict[str, Any]
@@ -211,8 +211,8 @@ def read_header(path: str | Path) -> GGUFFile:
     Raises:
         ModelNameError: there is no such file.
         ModelNotFoundError: it cannot be opened.
-        UnsupportedModelError: a part of a sharded file, an old version, or a
-            tensor type that is not known.
+        UnsupportedModelError: the file is a part of a sharded file, is of an old
+            version, or has a tensor of an unknown type.
         ModelError: the file is not GGUF, or it is cut short.
     """
     path = Path(path)

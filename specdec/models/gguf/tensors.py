@@ -1,9 +1,9 @@
 """The tensors of a GGUF file as MLX arrays, packed or as floats.
 
-MLX packs matrices in groups of 32 columns (or more), each with a scale and a bias. What
-a GGUF type stores is that, in as many bits, or becomes that in more bits: types whose
-groups are smaller than 32, or whose steps differ in size. Everything else becomes
-floats, through the ``gguf`` package, some rows at a time.
+MLX packs matrices in groups of 32 columns (or more), each with a scale and a bias. Some
+GGUF types store the same and keep their number of bits. Types whose groups are smaller
+than 32, or whose steps differ in size, are repacked in more bits. Everything else
+becomes floats, through the ``gguf`` package, some rows at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ...errors import UnsupportedModelError
 from .header import GGUFFile, TensorInfo
 
 GROUP_SIZE = 32
-# Elements of a block -> bits. A group of 32 is affine in the file already: the same
-# numbers, but for the rounding of its scale and bias to the model's float type.
+# Type -> bits. A group of 32 is already affine in the file: its numbers stay the same,
+# except that scale and bias are rounded to the model's float type.
 SAME_BITS = {
     "Q4_0": 4,
     "Q4_1": 4,
@@ -30,7 +30,7 @@ SAME_BITS = {
     "Q5_K": 5,
     "MXFP4": 5,
 }
-# As many bits as keep the error of the file from growing by more than 4%; measured in
+# Type -> the bits with which the error of the file grows by at most 4%; measured in
 # docs/gguf.md.
 REPACKED_BITS = {
     "Q2_K": 4,
@@ -47,9 +47,9 @@ REPACKED_BITS = {
     "IQ3_S": 5,
 }
 PACKED_BITS = SAME_BITS | REPACKED_BITS
-# Elements that are in float32 at one time while a tensor is read.
+# Elements that are held in float32 at one time while a tensor is read.
 CHUNK = 1 << 24
-# Codes that fill whole bytes together.
+# Bits of a code -> number of codes that fill whole bytes together.
 _CODES = {2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 8: 1}
 # Twice the values of MXFP4's codes.
 _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -57,7 +57,7 @@ _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.
 _Array = npt.NDArray[Any]
 
 
-#: Matrices as MLX packs them, groups of 32, affine: ``weight``, uint32 (..., rows,
+#: Matrices as MLX packs them, in affine groups of 32: ``weight``, uint32 (..., rows,
 #: columns * bits / 32), ``scales`` and ``biases``, (..., rows, columns / 32).
 Packed = tuple[mx.array, mx.array, mx.array]
 
@@ -79,7 +79,7 @@ def _join(parts: list[mx.array]) -> mx.array:
 
 
 def read_packed(file: GGUFFile, info: TensorInfo, dtype: mx.Dtype) -> Packed:
-    """Read the matrices of a type in :data:`PACKED_BITS`, scales in ``dtype``.
+    """Read matrices of a type in :data:`PACKED_BITS`, with scales in ``dtype``.
 
     Raises:
         UnsupportedModelError: see :func:`read_float_rows`.
@@ -105,7 +105,7 @@ def read_packed(file: GGUFFile, info: TensorInfo, dtype: mx.Dtype) -> Packed:
 
 
 def packed_zeros(file: GGUFFile, info: TensorInfo, dtype: mx.Dtype) -> Packed:
-    """What :func:`read_packed` returns, in shapes and types alone."""
+    """Zeros with the shapes and types that :func:`read_packed` returns."""
     *lead, columns = info.shape
     words = columns * PACKED_BITS[info.type_name] // 32
     groups = mx.zeros((*lead, columns // GROUP_SIZE), dtype)
@@ -115,7 +115,7 @@ def packed_zeros(file: GGUFFile, info: TensorInfo, dtype: mx.Dtype) -> Packed:
 def repack(
     values: _Array, bits: int, dtype: mx.Dtype
 ) -> tuple[_Array, mx.array, mx.array]:
-    """Float32 rows in so many bits: codes, scales and biases of groups of 32.
+    """Float32 rows in ``bits`` bits: codes, scales and biases of groups of 32.
 
     The codes make up for the rounding of scale and bias.
     """
@@ -124,7 +124,7 @@ def repack(
     with np.errstate(all="ignore"):  # a damaged file holds anything
         low = mx.array(groups.min(axis=-1)).astype(dtype)
         first = np.array(low.astype(mx.float32))
-        # Rounded up: the largest value of a group can be reached.
+        # Rounded up, so that codes can reach the largest value of a group.
         step = (groups.max(axis=-1) - first) * ((1 + 2**-8) / most)
         step = np.where(step > 0, step, 1)
         scale = mx.array(step.astype(np.float32)).astype(dtype)
@@ -135,7 +135,7 @@ def repack(
 
 
 def _words(codes: _Array, bits: int) -> _Array:
-    """Codes (rows, groups, 32) side by side in words, the first in the lowest bits."""
+    """Codes (rows, groups, 32) joined in words, the first in the lowest bits."""
     count = _CODES[bits]
     if count == 1:
         packed = codes
@@ -149,23 +149,23 @@ def _words(codes: _Array, bits: int) -> _Array:
 
 
 def _codes(info: TensorInfo, raw: _Array) -> tuple[_Array, _Array, _Array]:
-    """Rows of a type in :data:`SAME_BITS`: codes, and each group's scale and bias.
+    """Codes, scales and biases of rows of a type in :data:`SAME_BITS`.
 
-    Codes are uint8 (rows, groups, 32), the others (rows, groups).
+    Codes are uint8 (rows, groups, 32), scales and biases (rows, groups).
     """
     rows, groups = raw.shape[0], info.shape[-1] // GROUP_SIZE
     if info.type_name in ("Q4_K", "Q5_K"):
         return _k_codes(info, raw)
     blocks = raw.reshape(rows, groups, -1)
     if info.type_name == "MXFP4":
-        # Powers of two; halved, since the codes count halves.
+        # Powers of two, halved because the codes count halves.
         powers = blocks[..., 0].astype(np.int32) - 128
         scales = np.ldexp(np.float32(1), powers)
         codes = _MXFP4[_nibbles(blocks[..., 1:])] + np.int8(12)
         return codes.astype(np.uint8), scales, scales * np.float32(-12)
     scales = _halves(blocks[..., :2])
     if info.type_name == "Q8_0":
-        # int8 to uint8 with the offset moved into the bias: exact.
+        # int8 to uint8 with the offset moved into the bias, which is exact.
         return blocks[..., 2:] ^ np.uint8(0x80), scales, scales * np.float16(-128)
     at = 2
     if info.type_name in ("Q4_1", "Q5_1"):
@@ -181,7 +181,7 @@ def _codes(info: TensorInfo, raw: _Array) -> tuple[_Array, _Array, _Array]:
 
 
 def _k_codes(info: TensorInfo, raw: _Array) -> tuple[_Array, _Array, _Array]:
-    """Of Q4_K and Q5_K: blocks of 256, in which 8 groups share two scales."""
+    """:func:`_codes` of Q4_K and Q5_K: 8 groups of a block of 256 share two scales."""
     rows = raw.shape[0]
     blocks = raw.reshape(rows, info.shape[-1] // 256, -1)
     scale, least = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
@@ -209,12 +209,12 @@ def _k_codes(info: TensorInfo, raw: _Array) -> tuple[_Array, _Array, _Array]:
 
 
 def _halves(pairs: _Array) -> _Array:
-    """Two bytes each as a float16."""
+    """Pairs of bytes as float16."""
     return pairs.copy().view(np.float16)[..., 0]
 
 
 def _nibbles(data: _Array) -> _Array:
-    """Elements 0-15 of a block are in low nibbles, 16-31 in the high ones."""
+    """The elements of blocks: 0-15 from the low nibbles, 16-31 from the high ones."""
     return np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
 
 
@@ -224,8 +224,8 @@ def read_float_rows(
     """Rows ``start .. stop - 1`` in float32, whatever their quantization.
 
     Raises:
-        UnsupportedModelError: the quantization needs the ``gguf`` package, which
-            is not installed, or which does not know it either.
+        UnsupportedModelError: the quantization needs the ``gguf`` package, and that is
+            not installed or does not know the quantization.
     """
     raw = file.raw_rows(info, start, stop)
     rows = stop - start
@@ -261,7 +261,7 @@ def read_float_rows(
 def read_float(
     file: GGUFFile, info: TensorInfo, dtype: mx.Dtype, *, add: float = 0.0
 ) -> mx.array:
-    """A whole tensor in ``dtype``, ``add`` added to it in float32.
+    """A whole tensor in ``dtype``, after ``add`` is added to it in float32.
 
     Raises:
         UnsupportedModelError: see :func:`read_float_rows`.

@@ -25,13 +25,14 @@ from .header import GGUFFile
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
-# Characters of a SentencePiece piece; looking for its merges takes their square.
+# The most characters of a SentencePiece piece. The time to find its merges grows with
+# their square.
 _LONGEST_PIECE = 512
 
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SPACE = "\u2581"  # SentencePiece's spelling of a space
 
-# Tokens that end a turn or a text, beside those that the metadata names. Some
-# files have them as user-defined tokens, and no text spells them by accident.
+# Tokens that end a turn or a text, in addition to those that the metadata names. Some
+# files have them as user-defined tokens, and no text contains them by accident.
 _END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -41,14 +42,14 @@ _END_TOKENS = (
     "<|end|>",
     "<end_of_turn>",
 )
-# Ends a text only as a control token: Gemma has it, user-defined, as HTML's tag.
+# "</s>" ends a text only as a control token: Gemma has it, user-defined, as HTML's tag.
 _CONTROL_END_TOKENS = (*_END_TOKENS, "</s>")
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def _modern_split(digits: str) -> pre_tokenizers.PreTokenizer:
-    """The split of Llama 3 and Qwen 2, which differ in how digits group."""
+    """The split of Llama 3 and Qwen 2, which group digits in different ways."""
     pattern = (
         _CONTRACTIONS
         + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -88,16 +89,16 @@ _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 
 def build_tokenizer(file: GGUFFile) -> TokenizerWrapper:
-    """The file's tokenizer, wrapped as mlx-lm wraps its own.
+    """The file's tokenizer in mlx-lm's wrapper.
 
-    ``eos_token_ids`` has every token that ends a turn or a text: those that the
-    metadata names and the usual ones of the vocabulary. Tokens that only pad the
+    ``eos_token_ids`` has every token that ends a turn or a text: the tokens that the
+    metadata names, and the usual ones of the vocabulary. Tokens that only pad the
     vocabulary to the size of the embedding are left out.
 
     Raises:
         UnsupportedModelError: the kind of tokenizer is not supported.
-        ModelError: the file has no tokenizer, metadata of a wrong type, or (but
-            for Qwen's) does not name its pre-tokenizer.
+        ModelError: the file has no tokenizer, has metadata of a wrong type, or does
+            not name its pre-tokenizer (Qwen's files need not).
     """
     metadata = _TokenizerMetadata(file)
     if metadata.model == "gpt2":
@@ -142,7 +143,7 @@ class _TokenizerMetadata:
                 "download it again"
             )
         size = len(tokens)
-        # Padding has its index as its name; its type changed with the converters.
+        # Padding is named after its index; converters give it different types.
         while size and tokens[size - 1] == f"[PAD{size - 1}]":
             size -= 1
         self.tokens: list[str] = tokens[:size]
@@ -168,14 +169,14 @@ class _TokenizerMetadata:
         }
 
     def _default_pre(self) -> str:
-        """The pre-tokenizer of a file from before files named it.
+        """The pre-tokenizer of an old file that does not name one.
 
-        Qwen's is that of its models. Byte-level llama files may be Llama 3's or
-        others': a guess would split texts in a way the model was not trained on.
+        Qwen's files use Qwen 2's. Byte-level llama files may be Llama 3's or others':
+        a wrong guess would split texts in a way that the model was not trained on.
         """
         architecture = self.file.metadata.get("general.architecture")
         if self.model != "gpt2":
-            return "default"  # and not used
+            return "default"  # it is not used
         if architecture in ("qwen2", "qwen3", "qwen2moe", "qwen3moe"):
             return "qwen2"
         raise ModelError(
@@ -193,7 +194,7 @@ class _TokenizerMetadata:
         return value
 
     def _list(self, key: str, kind: type) -> list[Any]:
-        """The list under ``tokenizer.<key>``, all of that type; without one, none."""
+        """The list under ``tokenizer.<key>``, of that type; empty if there is none."""
         values = self._value(key, list, [])
         if not all(isinstance(value, kind) for value in values):
             raise self._confused(key)
@@ -251,8 +252,8 @@ def _build_sentencepiece_bpe(metadata: _TokenizerMetadata) -> Tokenizer:
             f"{metadata.file.path} has a SentencePiece token of {longest} characters, "
             f"and none has more than {_LONGEST_PIECE}: download it again"
         )
-    # Converters write user-defined runs of spaces as such; as pieces they are
-    # in SentencePiece's spelling, like all others.
+    # Converters write user-defined runs of spaces as spaces. As pieces, they need
+    # SentencePiece's spelling, like all others.
     metadata.tokens = [token.replace(" ", _SPACE) for token in metadata.tokens]
     vocabulary = {token: index for index, token in enumerate(metadata.tokens)}
     unknown = metadata.roles.get("unk")
@@ -292,9 +293,9 @@ def _bpe(metadata: _TokenizerMetadata, **options: Any) -> models.BPE:
 def _merges_by_score(
     metadata: _TokenizerMetadata, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece merges the neighbours whose join has the highest score.
+    """All ways to split a piece into two pieces, best first.
 
-    So the merges are all ways to split a piece into two pieces, best first.
+    SentencePiece merges the neighbours whose join has the highest score.
     """
     ranked = sorted(
         (i for i, kind in enumerate(metadata.types) if kind == 1),
@@ -315,8 +316,8 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: _TokenizerMetadata) -> N
         if kind in (_CONTROL, _UNKNOWN):
             control.append(AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED:
-            # A run of spaces is found in the text after spaces were replaced; a
-            # normalizer that adds one would lengthen the token too.
+            # A run of spaces is matched in the text after spaces were replaced. A
+            # normalizer that adds a space would lengthen the token too.
             spaced = _SPACE in token and not metadata.add_space_prefix
             user_defined.append(AddedToken(token, special=False, normalized=spaced))
     tokenizer.add_special_tokens(control)

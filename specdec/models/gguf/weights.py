@@ -37,7 +37,7 @@ _TOP = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# Read for the configuration, or of no use to a model in MLX.
+# Tensors that are read for the configuration, or that mlx-lm's models do not use.
 _NOT_WEIGHTS = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
@@ -45,15 +45,18 @@ _NOT_WEIGHTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """What the weights become.
+    """The format into which weights are read.
+
+    Without ``dtype`` and ``bits``, what MLX can keep packed stays packed. The rest
+    becomes floats, of the type that loses least.
 
     Args:
         dtype: floats of this type, nothing packed.
-        bits: 16 for floats of 16 bits, nothing packed; fewer to quantize every
-            matrix to so many. Without ``dtype`` and ``bits``, what MLX can keep
-            packed stays so, and the rest is in floats that lose least of it.
-        group_size: columns that share a scale then; 32 where it does not divide
-            a matrix, and one that 32 does not divide either stays in floats.
+        bits: 16 for floats of 16 bits, nothing packed; a smaller number to quantize
+            every matrix to that many bits.
+        group_size: columns that share a scale in matrices quantized to ``bits``; 32
+            for a matrix that it does not divide. A matrix that 32 does not divide
+            stays in floats.
     """
 
     dtype: mx.Dtype | None = None
@@ -62,7 +65,7 @@ class WeightFormat:
 
     @property
     def as_stored(self) -> bool:
-        """Whether what can stay packed does."""
+        """Whether weights that can stay packed do so."""
         return self.dtype is None and self.bits is None
 
 
@@ -97,7 +100,7 @@ def mlx_name(file: GGUFFile, name: str) -> str:
 
 
 def _used_tensors(file: GGUFFile, tied: bool) -> Iterator[tuple[str, TensorInfo]]:
-    """Each weight's name in mlx-lm and where to read it."""
+    """The name in mlx-lm and the tensor of each weight."""
     for name, info in file.tensors.items():
         if name in _NOT_WEIGHTS or (tied and name == "output.weight"):
             continue
@@ -109,8 +112,8 @@ def read_weights(
 ) -> tuple[dict[str, mx.array], dict[str, Quantization]]:
     """Every weight, evaluated, and how the packed layers are packed.
 
-    One tensor is in float32 at a time, and of a large one only a part. ``lazy`` reads
-    none: zeros, not computed, have the shapes and types.
+    Only one tensor, or a part of a large one, is in float32 at a time. ``lazy`` reads
+    no weights and returns zeros of the same shapes and types, which are not computed.
 
     Raises:
         UnsupportedModelError: a tensor or its quantization is not supported.
@@ -128,7 +131,7 @@ def read_weights(
         packed[layer] = Quantization(group_size, bits)
 
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
-        if lazy and info.type_name not in readable:  # a row reports it
+        if lazy and info.type_name not in readable:  # reading a row reports it
             read_float_rows(file, info, 0, min(1, info.rows))
             readable.add(info.type_name)
         order = None if lazy else _row_order(kind, info, config)
@@ -154,7 +157,7 @@ def read_weights(
 
 
 def stays_packed(name: str, info: TensorInfo) -> bool:
-    """Whether a tensor stays packed: not what chooses experts, as mlx-lm has it."""
+    """Whether a tensor stays packed; mlx-lm does not pack what chooses experts."""
     return is_packed(info) and _may_quantize(name)
 
 
@@ -166,7 +169,7 @@ def _may_quantize(name: str) -> bool:
 def _row_order(
     kind: Architecture, info: TensorInfo, config: dict[str, Any]
 ) -> mx.array | None:
-    """Where the rows of q and k come from, if they have to go back to their places."""
+    """The order that undoes the interleaving of q or k; ``None``: rows stay."""
     part = re.fullmatch(r"blk\.\d+\.(attn_[qk])\.(weight|bias)", info.name)
     if part is None or not kind.interleaved or kind.traditional:
         return None
@@ -185,7 +188,7 @@ def _ordered(array: mx.array, order: mx.array | None) -> mx.array:
 
 
 def _group_size(array: mx.array, form: WeightFormat) -> int | None:
-    """Of the group sizes to try, the first that divides a matrix's rows."""
+    """The first group size to try that divides a matrix's rows; ``None``: none does."""
     if array.ndim not in (2, 3):
         return None
     sizes = (form.group_size, GROUP_SIZE)
@@ -193,7 +196,7 @@ def _group_size(array: mx.array, form: WeightFormat) -> int | None:
 
 
 def quantization_entry(packed: dict[str, Quantization]) -> dict[str, Any]:
-    """``config["quantization"]``: the commonest kind, and the layers that differ."""
+    """``config["quantization"]``: the commonest packing, and layers with another."""
     common = Counter(packed.values()).most_common(1)[0][0]
     entry: dict[str, Any] = {"group_size": common.group_size, "bits": common.bits}
     for layer, kind in packed.items():
@@ -203,7 +206,7 @@ def quantization_entry(packed: dict[str, Quantization]) -> dict[str, Any]:
 
 
 def packing_note(file: GGUFFile) -> str | None:
-    """What becomes of the file's types; ``None``: all are as they are in the file."""
+    """A note on the types that change; ``None``: all stay as they are in the file."""
     types = {
         info.type_name for info in file.tensors.values() if len(info.shape) in (2, 3)
     }
@@ -223,13 +226,13 @@ def packing_note(file: GGUFFile) -> str | None:
 def build_model(
     file: GGUFFile, config: dict[str, Any], form: WeightFormat, *, lazy: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The file's model, evaluated, and its configuration with how it is packed.
+    """The file's model, evaluated, and its configuration with its packing.
 
     Args:
-        file: where the weights are.
-        config: what :func:`~specdec.models.gguf.config.build_config` made of it.
-        form: what the weights become.
-        lazy: read no weight; shapes and types are those of the model.
+        file: the file that has the weights.
+        config: as :func:`~specdec.models.gguf.config.build_config` returns it.
+        form: the format of the model's weights.
+        lazy: read no weights; shapes and types are the same.
 
     Raises:
         UnsupportedModelError: a part of the model is not supported.
