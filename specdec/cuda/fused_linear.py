@@ -103,7 +103,7 @@ class _Product:
         return list(parts)
 
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
-        """The ``i``-th layer's product with ``x``; ``None``: the layer must compute it."""
+        """The ``i``-th layer's part for ``x``; ``None``: it has to compute it alone."""
         # Weights that were replaced, as training does, or added (a bias) are not in the
         # stacked matrices.
         views = self._views[i]

@@ -3,8 +3,8 @@
 Their references are some sixty operations on small arrays, whose launches take a
 millisecond of every round, whatever they compute. Each kernel is one launch.
 
-A row keeps its tokens in a ring: the token of position ``p`` is in slot ``p %
-capacity``, and slots without a token hold -1.
+A row keeps its tokens in a ring. Slot ``p % capacity`` holds the token of position
+``p``, and slots without a token hold -1.
 """
 
 from __future__ import annotations

@@ -48,12 +48,13 @@ MOST_TOKENS = 16
 COLUMNS, ROWS, TILE, WIDEST = 32, 16, 8, 8
 
 # out = x weight^T + bias; x is (..., K) with M rows, weight (N, K). Where matrices are
-# joined, each product is written to its own array.  A block computes 16 columns of the
-# result, TILES times, for 8 * WIDE rows of x. Its warps split K: each takes 32 columns
-# in turn, with UNROLL turns in flight. They then add up their sums. In a tensor core's
-# product (m16n8k16) the 16 are rows of the matrix and the 8 are rows of x. The order of
-# k does not matter as long as both agree: a thread reads 8 neighbours at once and hands
-# 4 of them to each of two products.
+# joined, each product is written to its own array.
+#
+# A block computes 16 columns of the result, TILES times, for 8 * WIDE rows of x. Its
+# warps split K: each takes 32 columns in turn, with UNROLL turns in flight. They then
+# add up their sums. In a tensor core's product (m16n8k16) the 16 are rows of the matrix
+# and the 8 are rows of x. The order of k does not matter as long as both agree: a
+# thread reads 8 neighbours at once and hands 4 of them to each of two products.
 _SOURCE = """
   const int K = weight_shape[1], N = weight_shape[0];
   int M = 1;
@@ -256,7 +257,8 @@ def _block(rows: int, warps: int) -> tuple[int, int, int]:
         wide *= 2
     if wide == 1:
         return 1, 1, 4
-    # Each tile of the matrix has rows of x read again, which take their registers.
+    # Each block reads its rows of x again, so two tiles of the matrix share them. The
+    # registers that this takes leave fewer turns in flight.
     if wide == 8:
         return (8, 2, 1) if warps == 4 else (4, 2, 2)
     return wide, 2, 2
