@@ -28,7 +28,7 @@ class Dense(BatchCache):
 
 
 class Quantized(BatchCache):
-    """What mlx-lm's attention asks of a quantized cache.
+    """Stores keys and values quantized, with the attributes that mlx-lm's attention reads.
 
     Args:
         bits: 4 or 8.

@@ -55,7 +55,7 @@ def commit(
     recent: mx.array,
     lengths: mx.array,
 ) -> tuple[mx.array, ...]:
-    """What every row keeps of a round, and its state after the round.
+    """Compute what every row keeps of a round, and its state after the round.
 
     Args:
         inputs: the newest token, then the draft tokens, shape (B, k + 1).

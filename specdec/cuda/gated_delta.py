@@ -116,7 +116,7 @@ class Inputs(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What repeating a call needs.
+    """The arrays that repeating a call needs.
 
     Args:
         joined: the window before the call and its inputs, shape (B, K - 1 + S, C).

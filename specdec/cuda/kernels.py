@@ -46,7 +46,7 @@ def first_ends(ends: tuple[int, ...]) -> mx.array:
 def shapes_of_parts(
     shape: tuple[int, ...], ends: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Shapes of the arrays for x of shape (..., K); those of no matrix are small."""
+    """Shapes of the arrays for x of shape (..., K); unused arrays are small."""
     sizes = [b - a for a, b in pairwise((0, *ends))]
     shapes = [(*shape[:-1], size) for size in sizes]
     return shapes + [(1,)] * (MOST_PARTS - len(sizes))

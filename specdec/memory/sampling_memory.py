@@ -27,7 +27,7 @@ COPIES = {
     # What draft and target draw from, and the residual of the two.
     "ratio": (5, 3),
 }
-#: The same, where filters take some rows out and put them back.
+#: The same for filters that take some rows out and put them back.
 APART = (5, 0)
 
 

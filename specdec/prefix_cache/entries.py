@@ -20,7 +20,8 @@ from .radix import Match
 Kind = Literal["block", "ring"]
 KINDS: tuple[Kind, ...] = ("block", "ring")
 
-# One of the nearest entries beneath a point has its block; rings may lie deeper.
+# Entries to look at beneath a point: one of the nearest has its block; rings may lie
+# deeper.
 _BENEATH = 64
 
 

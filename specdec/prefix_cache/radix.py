@@ -174,7 +174,7 @@ class RadixTree(Generic[V]):
 
     @staticmethod
     def _split(node: Node[V], at: int) -> Node[V]:
-        """Split the edge of ``node`` after ``at`` tokens; the new node there."""
+        """Split the edge of ``node`` after ``at`` tokens; return the new node."""
         assert node.parent is not None
         head, tail = node.edge[:at], node.edge[at:]
         upper = Node(head, node.end - len(tail), node.parent, {tail[0]: node})
