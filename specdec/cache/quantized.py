@@ -28,12 +28,12 @@ class Dense(BatchCache):
 
 
 class Quantized(BatchCache):
-    """Stores keys and values quantized, with the attributes that mlx-lm's attention reads.
+    """Stores packed keys and values, with the attributes that mlx-lm's attention reads.
 
     Args:
         bits: 4 or 8.
         group_size: 32, 64 or 128 elements share a scale and a bias.
-        settings: those of the other base class, which says where tokens lie.
+        settings: settings of the other base class, which says where tokens lie.
     """
 
     def __init__(

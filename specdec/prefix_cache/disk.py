@@ -79,7 +79,7 @@ class DiskTier:
         self.refresh()
 
     def _make_folder(self) -> bool:
-        """Create the folder; return whether it exists. Else nothing is read or written."""
+        """Create the folder; return whether it exists. Without it nothing is stored."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
