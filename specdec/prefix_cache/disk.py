@@ -79,7 +79,7 @@ class DiskTier:
         self.refresh()
 
     def _make_folder(self) -> bool:
-        """Create the folder; return whether it exists. Without it nothing is stored."""
+        """Create the folder; return whether it exists. If not, it is not used."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
