@@ -1,4 +1,4 @@
-"""What a batch cache can do with its rows: pad, filter, extend, extract, merge."""
+"""Row operations of a batch cache: pad, filter, extend, extract, merge."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ class BatchCache(FunctionalCache):
         Args:
             lengths: real tokens of every row in the writes to come; what follows
                 them is padding and never counts as kept.
-            right_padding: padding of every row; without ``lengths`` it is taken
-                back by :meth:`finalize`, which a ring can do only for as much
-                padding as it can trim.
+            right_padding: padding of every row. Without ``lengths``, :meth:`finalize`
+                takes it back; a ring can take back only as much padding as it can trim.
 
         Raises:
-            CacheError: left padding, which these caches do not have, or counts
-                for another number of rows.
+            CacheError: left padding, which these caches do not support, or counts for
+                another number of rows.
         """
         if left_padding is not None and any(left_padding):
             raise CacheError(
@@ -72,7 +71,7 @@ class BatchCache(FunctionalCache):
     # -- rows --------------------------------------------------------------
 
     def filter(self, batch_indices: RowCounts) -> None:
-        """Keep just the given rows, in that order (none is allowed).
+        """Keep only the given rows, in that order; there may be none.
 
         Raises:
             CacheError: there is no such row, or padding is announced.
@@ -102,7 +101,7 @@ class BatchCache(FunctionalCache):
         )
 
     def _forget_rows(self) -> None:
-        """No row is left: neither is what the host knew of them."""
+        """Forget what the host knew about the rows: no row is left."""
         self._longest, self._uniform = 0, True
 
     def extend(self: C, other: C) -> None:
@@ -116,16 +115,15 @@ class BatchCache(FunctionalCache):
     def place(self: C, rows: Sequence[int], other: C) -> None:
         """Put the rows of ``other`` into rows of this cache, in place.
 
-        Nothing of the other rows is copied, unless the capacity has to grow; and no
-        shape changes then either.
+        Unless the capacity has to grow, no other row is copied and no shape changes.
 
         Args:
-            rows: where each row of ``other`` goes; what they held is gone.
-            other: which should not be used any more.
+            rows: where each row of ``other`` goes; their old contents are lost.
+            other: the cache to place, which should not be used any more.
 
         Raises:
             CacheError: ``other`` is of another kind or has other settings, or ``rows``
-                are not as many as it has, or not rows of this cache.
+                are not as many as its rows, or are not rows of this cache.
         """
         other = self._matching(other)
         if sorted(set(rows)) != sorted(rows) or len(rows) != other.batch_size:
@@ -164,7 +162,7 @@ class BatchCache(FunctionalCache):
         self._longest = max(other._longest, 0 if everything else self._longest)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """Let the given rows hold nothing; the others, and all shapes, stay.
+        """Empty the given rows; the other rows and all shapes stay.
 
         Raises:
             CacheError: there is no such row.
@@ -214,7 +212,7 @@ class BatchCache(FunctionalCache):
     # -- single sequences and state ------------------------------------------
 
     def extract(self, idx: int) -> Any:
-        """Row ``idx`` as mlx-lm's own cache of one sequence, exact contents.
+        """Row ``idx`` as mlx-lm's own cache of one sequence, with its exact contents.
 
         Raises:
             CacheError: there is no such row.
@@ -240,7 +238,7 @@ class BatchCache(FunctionalCache):
     def columns(self, row: int, positions: Sequence[int]) -> Arrays:
         """A copy of what row ``row`` holds at ``positions``, as it is stored.
 
-        Whether they are still held is for the caller to know.
+        The caller must know that the row still holds them.
 
         Returns:
             Arrays of shape (1, heads, len(positions), features).
@@ -249,11 +247,11 @@ class BatchCache(FunctionalCache):
         return self._storage.row(row, self.layout.slots(mx.array(list(positions))))
 
     def refilled(self: C, rows: Sequence[RowContents | None]) -> C:
-        """A cache like this one, with rows from what :meth:`columns` gave.
+        """A cache like this one, with rows made from results of :meth:`columns`.
 
         Args:
-            rows: of a ring, positions must go back as far as the next query sees;
-                ``None`` is a row without tokens.
+            rows: contents of each row. In a ring, positions must go back as far as the
+                next query sees. ``None`` is a row without tokens.
         """
         parts = []
         for row in rows:
@@ -309,7 +307,7 @@ class BatchCache(FunctionalCache):
 
     @classmethod
     def merge(cls: type[C], caches: Sequence[Any]) -> C:
-        """One batch cache from several of one sequence: mlx-lm's or of this class.
+        """One batch cache from caches of one sequence each, mlx-lm's or this class's.
 
         Raises:
             CacheError: nothing to merge, or caches with different settings.
@@ -345,7 +343,7 @@ class BatchCache(FunctionalCache):
 
     @keys.setter
     def keys(self, keys: Any) -> None:
-        # Some models let them depend on other arrays, or drop the values.
+        # Some models make the keys depend on other arrays, or drop the values.
         self._storage.arrays = self._storage.codec.collect(keys, self.values)
 
     @property
@@ -359,11 +357,11 @@ class BatchCache(FunctionalCache):
         self._storage.arrays = self._storage.codec.collect(self.keys, values)
 
     def _bookkeeping(self) -> tuple[int, ...]:
-        """Host counters that ``state`` has to carry, beside the longest row."""
+        """Host counters that ``state`` has to carry, besides the longest row."""
         return ()
 
     def _restore_bookkeeping(self, counters: tuple[int, ...]) -> None:
-        """Take back what :meth:`_bookkeeping` gave."""
+        """Restore the counters of :meth:`_bookkeeping`."""
 
     @property
     def state(self) -> tuple[Any, ...]:

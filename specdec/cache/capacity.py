@@ -60,7 +60,7 @@ def cache_slots(
     """Slots that a cache holds for each row once the longest has ``length`` tokens.
 
     Args:
-        length: tokens of the longest row, those written and taken back included.
+        length: tokens of the longest row, including tokens that were taken back.
         max_length: the most tokens that a row can ever hold, if known.
         window: tokens that a query sees in a ring (a sliding window without its
             ``keep`` first tokens, or a chunk); ``None`` is full attention.

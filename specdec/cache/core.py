@@ -60,18 +60,19 @@ class CacheCore:
 
     Args:
         batch_size: number of rows.
-        codec, layout, rules: how to store, where, and what a query may see.
+        codec, layout, rules: how tokens are stored, in which slots, and what a query
+            may see.
         max_length: most positions a row can ever hold, when that is known;
             capacity never passes it.
         read_bucket: columns handed to attention are rounded up to a multiple of
             this, so that shapes repeat; 1 hands over exactly what is held.
-        additive_mask: make masks additive (faster on a GPU), not boolean as
-            mlx-lm's caches do and some of its models rely on.
-        unpacks: hand attention dense keys and values where packed ones are stored,
-            made anew from the columns that it reads; ``None``: as the backend's
-            products with packed ones ask for it.
-        exact_alone: hand the only query of a row whose length is known just what the
-            row holds, which needs no mask; else its shapes repeat as others do.
+        additive_mask: make masks additive (faster on a GPU). mlx-lm's caches make
+            boolean masks, and some of its models rely on that.
+        unpacks: unpack stored columns for each read, so that attention gets dense keys
+            and values; ``None``: as suits the backend's products with packed ones.
+        exact_alone: the only query of a batch of one row of known length reads exactly
+            what the row holds, which needs no mask; if false, its shapes repeat as
+            others do.
         memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -120,11 +121,12 @@ class CacheCore:
         self.offset = self._memo.get(
             ("zeros", batch_size), (), None, lambda: mx.zeros((batch_size,), mx.int32)
         )
-        # Host knowledge: no row is longer than _longest; none is shorter
-        # either while _uniform. Neither needs the device.
+        # What the host knows without the device: no row is longer than _longest, and
+        # none is shorter while _uniform.
         self._longest = 0
         self._uniform = True
-        # Tokens per row of the last write, and how long rows were with its padding.
+        # Tokens per row of the last write, and the longest row after it, padding
+        # included.
         self._last_write = 0, 0
         # Right padding announced by prepare(), not yet taken back.
         self._lengths: list[int] | None = None
@@ -149,7 +151,7 @@ class CacheCore:
 
     @property
     def unpacked_nbytes(self) -> int:
-        """Bytes that attention is handed of all slots beside what is stored."""
+        """Bytes of dense copies of all slots, where attention gets unpacked ones."""
         return 0
 
     def empty(self) -> bool:
@@ -157,7 +159,7 @@ class CacheCore:
         return self._storage.arrays is None
 
     def size(self) -> int:
-        """Tokens kept by the longest row (reads ``offset`` unless it is known)."""
+        """Tokens kept by the longest row (reads ``offset`` unless the host knows)."""
         return self._measure_longest()
 
     def _measure_longest(self) -> int:
@@ -167,7 +169,7 @@ class CacheCore:
         return self._longest
 
     def note_lengths(self, *, longest: int, shortest: int = 0) -> None:
-        """Note what the host has learnt of ``offset``.
+        """Note what the host has learnt about ``offset``.
 
         A tight bound keeps reads and capacity small. It is never checked.
         """
@@ -202,18 +204,18 @@ class CacheCore:
     def begin_like(self, other: CacheCore) -> None:
         """Let the first write allocate as many slots as ``other`` has.
 
-        Then the rows are placed into it as they are. Not where that is far more than
-        they can ever need.
+        The rows can then be placed into ``other`` as they are. Nothing extra is
+        allocated if that is far more than they can ever need.
         """
         if self.max_length is not None and self.layout.num_slots is None:
             most = grown_capacity(self.max_length)
             self._storage.least = other.capacity if other.capacity <= most else 0
 
     def _exact(self, num_tokens: int) -> bool:
-        """Whether attention reads just what a row holds.
+        """Whether attention reads exactly what a row holds.
 
-        So may the only query of a row whose length is known: it needs no mask, and
-        attention without one has fast kernels for any length.
+        The only query of a row whose length is known may do so: it needs no mask, and
+        attention without a mask has fast kernels for any length.
         """
         alone = num_tokens == 1 and self.batch_size == 1 and self._uniform
         return self.read_bucket == 1 or bool(alone and self._options["exact_alone"])
@@ -268,8 +270,8 @@ class CacheCore:
         self._count(num_tokens, longest)
         offset = self.offset
         if self._lengths is None:
-            # As an array: a number would become part of a compiled kernel, and every
-            # other number one to compile.
+            # An array, not a number: a number would become part of a compiled kernel,
+            # and each new number would compile another.
             self.offset = self._memo.get(
                 "advance",
                 (offset,),
@@ -313,18 +315,18 @@ class CacheCore:
         *,
         both_ways: bool = False,
     ) -> mx.array | str | None:
-        """The mask for ``N`` new tokens per row, to be called before they are written.
+        """The mask for ``N`` new tokens per row; call it before they are written.
 
         Args:
             window_size: the model's own sliding window, in addition to the
                 cache's rules.
-            both_ways: whether the new tokens see those after them, too.
+            both_ways: whether new tokens also see the new tokens after them.
 
         Returns:
-            An array of shape (B, 1, N, extent), boolean, or additive where the
-            cache was made so (and has stored something, so knows its dtype); or
-            what mlx-lm's caches return where no array is needed: ``None`` for
-            one query that sees every column, ``"causal"`` for several.
+            An array of shape (B, 1, N, extent). It is additive if the cache was made so
+            and has stored something, which fixes the dtype; else boolean. Where no
+            array is needed, what mlx-lm's caches return: ``None`` for one query that
+            sees every column, ``"causal"`` for several.
         """
         longest = self._longest_after(N)
         extent = self._extent(longest, self._capacity_for(longest), N)
@@ -348,14 +350,14 @@ class CacheCore:
     def _rules_within(
         self, window_size: int | None, longest: int | None
     ) -> tuple[Rule, ...]:
-        """The rules that can hide something from rows of up to ``longest``."""
+        """The rules that can hide something from rows of up to ``longest`` tokens."""
         rules = self.rules
         if window_size is not None and SlidingRule(window_size) not in rules:
             rules = (*rules, SlidingRule(window_size))
         return tuple(r for r in rules if longest is None or r.span < longest)
 
     def resize(self, max_write: int) -> None:
-        """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
+        """Prepare for writes of up to ``max_write`` tokens: a ring moves its slots."""
 
     def checkpoint(self) -> None:
         """Let the next trim take back all that is written from now on."""
@@ -367,7 +369,7 @@ class CacheCore:
         return True
 
     def trim(self, n: int) -> int:
-        """Take the last ``n`` tokens of every row back (all of a shorter row).
+        """Take back the last ``n`` tokens of every row (all tokens of a shorter row).
 
         Returns:
             How many tokens the longest row lost.
@@ -380,14 +382,15 @@ class CacheCore:
     def trim_per_sequence(
         self, n: RowCounts, at_most: int | None = None, fewest: int = 0
     ) -> None:
-        """Take the last ``n[i]`` tokens of row ``i`` back: no copy, no synchronisation.
+        """Take back the last ``n[i]`` tokens of row ``i``; no copy, no synchronisation.
 
         Args:
             n: tokens to drop per row, shape (B,), 0 or more; a row loses no more
-                than it has. An array is not read: less than 0 in it counts as 0.
-            at_most: the largest value that ``n`` can hold, when the host knows
-                it. A ring that may have wrapped reads ``n`` without it.
-            fewest: the smallest value that an array ``n`` can hold, likewise.
+                than it has. An array is not read: negative values in it count as 0.
+            at_most: the largest value that ``n`` can hold, when the host knows it.
+                Without it, a ring that may have wrapped reads ``n``.
+            fewest: the smallest value that an array ``n`` can hold, when the host knows
+                it.
 
         Raises:
             CacheError: ``n`` has another length than the batch, is negative or not

@@ -61,8 +61,9 @@ class CacheOptions:
             (faster on a GPU) in place of boolean ones. Not for models that
             :func:`reads_boolean_masks` finds.
         unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
-        packs_members: quantize all caches of a layer that has several; else only the
-            first, since others may belong to an indexer, which reads and sets its own.
+        packs_members: quantize all caches of a layer that has several; if false, only
+            the first, since others may belong to an indexer, which reads and sets its
+            arrays itself.
         single_stays: see :class:`~specdec.cache.recurrent.BatchRecurrentCache`.
 
     Raises:
@@ -284,7 +285,7 @@ def make_batch_caches(
     name: str = "model",
     memo: Memo | None = None,
 ) -> list[Any]:
-    """One batch cache for each that ``model`` asks for, empty, sharing ``memo``.
+    """An empty batch cache for each cache that ``model`` asks for, sharing ``memo``.
 
     Returns:
         A list of :data:`LayerCache`.
@@ -310,8 +311,8 @@ def maybe_quantize(
 ) -> bool:
     """Quantize dense caches, in place in the list, once they are long enough.
 
-    To be called between forwards, like mlx-lm's ``maybe_quantize_kv_cache``.
-    All layers change in one call, when the longest row of the batch holds
+    Call it between forwards, like mlx-lm's ``maybe_quantize_kv_cache``. All layers
+    change in one call, when the longest row of the batch holds
     ``options.quantized_kv_start`` tokens.
 
     Args:
@@ -363,12 +364,12 @@ def _like(cache: Any, other: Any) -> Any:
 
 
 def _to_pack(cache: BatchCacheList, options: CacheOptions) -> int:
-    """How many caches of the list, the first ones, are to be quantized."""
+    """How many of the first caches of the list are to be quantized."""
     return len(cache.caches) if options.packs_members else 1
 
 
 def _is_dense(cache: LayerCache, options: CacheOptions) -> bool:
-    """Whether it, or a member of it, is to be quantized."""
+    """Whether ``cache``, or a member of it, is to be quantized."""
     if isinstance(cache, BatchCacheList):
         packed = cache.caches[: _to_pack(cache, options)]
         return any(_is_dense(c, options) for c in packed)

@@ -1,8 +1,8 @@
 """A cache's write as a pure function of arrays, so that a forward can be compiled.
 
-What a forward does to a cache has two sides: arrays change, and so does what the
-host knows (bounds on lengths, what a ring can undo). A compiled forward replays
-the first without running any Python, so the second is done by hand::
+A forward changes the arrays of a cache, and what the host knows (bounds on lengths,
+what a ring can undo). A compiled forward replays the change of the arrays without
+running any Python, so the host's knowledge is updated by hand::
 
     key = cache.reserve(n)            # room for n tokens; what the graph depends on
     bare = cache.without_arrays()     # when the graph is traced:
@@ -25,12 +25,12 @@ from .storage import Arrays, Storage
 
 
 class FunctionalCache(CacheCore):
-    """A cache whose next write can be planned beforehand, and done elsewhere."""
+    """A cache whose next write can be planned beforehand and made elsewhere."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether ``max_length`` has room for so many tokens after every row.
+        """Whether every row has room for ``num_tokens`` more within ``max_length``.
 
-        Waits for the device only where what the host knows of lengths is not enough.
+        Waits for the device only if the host's bounds on lengths are not enough.
         """
         limit = self.max_length
         if limit is None or self._longest + num_tokens <= limit:
@@ -41,10 +41,10 @@ class FunctionalCache(CacheCore):
         """Make room for a write of ``num_tokens`` tokens per row.
 
         Returns:
-            All that the graph of that write, its mask and what attention reads
-            depends on beside the arrays' heads and types. ``None`` when it cannot be
-            known (nothing is stored yet, or padding is announced), or is another
-            for every length.
+            A key of all that the graph of the write, its mask and attention's reads
+            depends on, besides the arrays' heads and types. ``None`` when it cannot be
+            known (nothing is stored yet, or padding is announced), or differs for every
+            length.
 
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
@@ -56,8 +56,8 @@ class FunctionalCache(CacheCore):
         capacity = self._capacity_for(longest)
         self._storage.grow(capacity)
         extent = min(capacity, round_up(longest, self.read_bucket))
-        # Only where attention reads no more than the rows hold may a mask, or one
-        # of its rules, be left out.
+        # A mask, or one of its rules, may be left out only where attention reads no
+        # more than the rows hold.
         bound = longest if extent == longest else None
         return (
             type(self),
@@ -71,20 +71,20 @@ class FunctionalCache(CacheCore):
 
     @property
     def arrays(self) -> Arrays:
-        """What is stored: keys and values, (B, kv_heads, capacity, features) each."""
+        """The stored keys and values, (B, kv_heads, capacity, features) each."""
         assert self._storage.arrays is not None
         return self._storage.arrays
 
     def given(self) -> tuple[Hashable, Arrays]:
-        """What a graph of the next write takes in: its form, and the arrays."""
+        """The inputs of a graph of the next write: their form, and the arrays."""
         return None, self.arrays
 
     def left(self) -> tuple[Any, Arrays]:
-        """What that write has left, for :meth:`take`."""
+        """The outputs of that graph for :meth:`take`: their form, and the arrays."""
         return None, self.arrays
 
     def without_arrays(self) -> Self:
-        """What the host knows of this cache, holding nothing."""
+        """A copy of this cache that holds no arrays, only what the host knows."""
         bare = copy.copy(self)
         bare._storage = Storage(self._storage.codec)
         bare._memo = Memo()
@@ -107,12 +107,12 @@ class FunctionalCache(CacheCore):
         num_tokens: int,
         taken_back: int = 0,
     ) -> None:
-        """Hold what a write of ``num_tokens`` tokens made, room for which was reserved.
+        """Hold the result of a write of ``num_tokens`` tokens, after :meth:`reserve`.
 
         Args:
-            form, arrays: what :meth:`left` gave of the cache that was written.
+            form, arrays: what :meth:`left` returned for the cache that was written.
             offset: tokens kept by every row now, shape (B,).
-            taken_back: of those tokens, how many every row has lost again.
+            taken_back: how many of those tokens every row has lost again.
 
         Raises:
             CacheError: that is more than a ring can take back.

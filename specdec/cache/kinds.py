@@ -147,7 +147,7 @@ class _Chunked(RingCache):
         )
 
     def maybe_trim_front(self) -> None:
-        """What mlx-lm's chunked cache needs before a write, and a ring does not."""
+        """Do nothing: mlx-lm's cache needs this before a write, a ring does not."""
 
     @property
     def start_position(self) -> int:
@@ -183,8 +183,8 @@ class _Chunked(RingCache):
 class BatchQuantizedKVCache(Quantized, _Linear):
     """Full attention on quantized keys and values: for ``QuantizedKVCache``.
 
-    Tokens are quantized as they are written, and attention runs on the packed
-    form; or on dense columns that are unpacked for it (``unpacks``).
+    Tokens are quantized as they are written. Attention runs on the packed form, or on
+    columns that are unpacked for it (``unpacks``).
 
     Args:
         batch_size: number of rows.

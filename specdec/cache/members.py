@@ -12,7 +12,7 @@ from .batch import BatchCache
 
 
 def _each(name: str) -> Callable[..., None]:
-    """A method that calls each member's."""
+    """A method that calls the method ``name`` of each member."""
 
     def call(self: BatchCacheList, *args: Any, **kwargs: Any) -> None:
         for cache in self.caches:
@@ -72,7 +72,7 @@ class BatchCacheList:
         return max(c.trim(n) for c in self.caches)
 
     def fits(self, num_tokens: int) -> bool:
-        # All are asked, since each may learn its rows' lengths by looking.
+        # Ask all of them, because each may learn its rows' lengths by looking.
         found = [c.fits(num_tokens) for c in self.caches]
         return all(found)
 
@@ -110,7 +110,7 @@ class BatchCacheList:
 
 
 def members(caches: Sequence[Any]) -> list[BatchCache]:
-    """The caches of a model's layers, lists taken apart."""
+    """The caches of a model's layers, with lists flattened."""
     found: list[BatchCache] = []
     for cache in caches:
         found += cache.caches if isinstance(cache, BatchCacheList) else [cache]

@@ -26,7 +26,7 @@ class Layout(Protocol):
 
     @property
     def num_slots(self) -> int | None:
-        """Slots that the layout uses at most; ``None`` when it has no end."""
+        """The most slots that the layout uses; ``None`` if there is no limit."""
 
     def slots(self, positions: mx.array) -> mx.array:
         """The slot of every position; same shape."""
@@ -82,7 +82,7 @@ class RingLayout:
         slot = mx.arange(num_slots)[None]
         last = last[:, None]
         newest = last - (last - slot) % self.ring
-        # A slot of the ring that was never reached would name a pinned position.
+        # A slot of the ring that was never written would name a pinned position.
         newest = mx.where(newest < self.keep, -1, newest)
         return mx.where(slot < self.keep, slot, newest)
 
@@ -140,8 +140,8 @@ def visible_slots(
     """Which slots the next ``num_tokens`` queries of every row may attend to.
 
     Args:
-        offset: tokens kept by every row before those are written, shape (B,).
-        both_ways: whether the queries see those after them, too.
+        offset: tokens kept by every row before the queries' tokens, shape (B,).
+        both_ways: whether queries also see the new tokens after them.
 
     Returns:
         Boolean, shape (B, 1, num_tokens, num_slots). Every query sees at least
@@ -173,10 +173,11 @@ def positions_after(offset: mx.array, num_tokens: int) -> mx.array:
 
 
 def unfused(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
-    """``operation`` of arrays that are broadcast, by a kernel that MLX has.
+    """Apply ``operation`` to broadcast arrays, with a kernel that MLX already has.
 
-    In a compiled function MLX makes a kernel of an operation and its broadcasts, which
-    on CUDA takes 3.5 seconds to compile, unless something else lies between them.
+    In a compiled function MLX fuses an operation and its broadcasts into a new kernel,
+    which takes 3.5 seconds to compile on CUDA. Another operation between them prevents
+    that.
     """
     wide = (mx.expand_dims(array, 0) for array in mx.broadcast_arrays(*arrays))
     return mx.squeeze(operation(*wide), 0)

@@ -1,4 +1,4 @@
-"""From dense to quantized storage, whatever the layout."""
+"""Conversion from dense to quantized storage, for any layout."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Dense(BatchCache):
 
 
 class Quantized(BatchCache):
-    """What mlx-lm's attention asks of a quantized cache.
+    """Stores packed keys and values, with the attributes that mlx-lm's attention reads.
 
     Args:
         bits: 4 or 8.
         group_size: 32, 64 or 128 elements share a scale and a bias.
-        settings: of the class beside this one, which says where tokens lie.
+        settings: settings of the other base class, which says where tokens lie.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Quantized(BatchCache):
     def bits(self) -> int:
         """Bits per stored key or value element.
 
-        By this attribute mlx-lm's attention knows a cache that hands it packed ones.
+        mlx-lm's attention recognises a cache with packed elements by this attribute.
 
         Raises:
-            AttributeError: this one hands it dense ones; see :attr:`packing`.
+            AttributeError: this cache hands out dense ones; see :attr:`packing`.
         """
         if self.unpacks:
             raise AttributeError(f"this {type(self).__name__} returns dense keys")
@@ -77,7 +77,7 @@ class Quantized(BatchCache):
 
     @property
     def unpacked_nbytes(self) -> int:
-        """Dense keys and values of all slots, where they are unpacked."""
+        """Bytes of dense keys and values of all slots, where they are unpacked."""
         if not self.unpacks or self._storage.arrays is None:
             return 0
         keys, values = self._storage.codec.present(self._storage.arrays)

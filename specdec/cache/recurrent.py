@@ -9,8 +9,8 @@ last write and adds the tokens that stay::
           |
           +---------- a b (kept) -----------------> states after the trim
 
-The layer itself does both: a :class:`Write` can repeat its part. What it needs for that
-is held until the next write. No state is kept for any position.
+The layer itself does both: a :class:`Write` can repeat the layer's call. What the call
+needs is held until the next write. No state is kept for any position.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Slots = list[mx.array | None]
 class Write(Protocol):
     """A recurrent layer and the inputs of one of its calls."""
 
-    #: The layer: one writes to a cache once in each forward.
+    #: The layer, which writes to its cache once in each forward.
     layer: Any
     #: Tokens of every row, padding included.
     width: int
@@ -44,11 +44,11 @@ class Write(Protocol):
     def run(
         self, slots: Slots, offset: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots]:
-        """The layer's output, and its states afterwards.
+        """The layer's output, and the states after the call.
 
         Args:
-            slots: the states before it.
-            offset: tokens of every row before it, shape (B,).
+            slots: the states before the call.
+            offset: tokens of every row before the call, shape (B,).
             lengths: how many of the tokens are a row's own; the rest is padding.
         """
 
@@ -57,34 +57,34 @@ class Write(Protocol):
 
     @property
     def logged(self) -> bool:
-        """Whether what it holds was computed by running it, not only for undoing."""
+        """Whether :meth:`run` computes :attr:`arrays` anyway, not only for undoing."""
 
     def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
-        """Whether :meth:`run_after` can repeat ``before`` on its way."""
+        """Whether :meth:`run_after` can also repeat ``before``."""
 
     def run_after(
         self, before: Write, slots: Slots, kept: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots, Slots]:
-        """As ``before.again`` and then :meth:`run`.
+        """Do ``before.again`` and then :meth:`run`.
 
         Args:
             slots: the states before ``before``.
-            kept: how many of its tokens each row keeps, shape (B,).
+            kept: how many tokens of ``before`` each row keeps, shape (B,).
 
         Returns:
-            The layer's output; the states before its tokens, and after them.
+            The layer's output, the states before its tokens, and the states after them.
         """
 
     @property
     def form(self) -> Hashable:
-        """All that doing it again depends on, beside :attr:`arrays`."""
+        """All that repeating the write depends on, besides :attr:`arrays`."""
 
     @property
     def arrays(self) -> Arrays:
-        """What it holds to be done again."""
+        """The arrays that repeating the write needs."""
 
     def holding(self, arrays: Arrays) -> Write:
-        """One like this, with other arrays."""
+        """A write like this one, with other arrays."""
 
 
 class StateStorage(Storage):
@@ -102,11 +102,11 @@ class StateStorage(Storage):
         """States do not grow."""
 
     def blank(self, rows: int) -> StateStorage:
-        """The like of this one with ``rows`` rows of zeros."""
+        """A storage like this one, with ``rows`` rows of zeros."""
         return StateStorage(super().blank(rows).arrays)
 
     def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
-        """Put the rows of ``other`` into the given ones; no other row is touched."""
+        """Put the rows of ``other`` into the given rows; no other row is touched."""
         assert self.arrays is not None
         assert other.arrays is not None
         self.arrays = placed(self.arrays, other.arrays, rows)
@@ -130,13 +130,13 @@ class BatchRecurrentCache(BatchCache):
     """States of recurrent layers: stands in for mlx-lm's ``ArraysCache``.
 
     Layers write to it through :meth:`write` (see :mod:`specdec.models.recurrent`).
-    Of the last write any number of tokens can be taken back, row by row.
+    Any number of tokens of the last write can be taken back, row by row.
 
     Args:
         batch_size: number of rows.
         size: states of a row.
-        single_stays: of a single token only rows that have ended lose it, and nobody
-            looks at their states again: so nothing is held to take it back.
+        single_stays: hold nothing to take back a write of a single token. Only rows
+            that have ended may lose that token: their states are not read again.
         settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
@@ -166,23 +166,23 @@ class BatchRecurrentCache(BatchCache):
     def checkpoint(self) -> None:
         """Let the next trim take back any of the tokens written from now on.
 
-        Without it, those of the last write.
+        Without it, a trim can take back only tokens of the last write.
         """
         self._settle()
         self._begin(spans=True)
 
     def _begin(self, *, spans: bool = False) -> None:
-        """Remember what holds before a write, or several."""
+        """Remember the states before the next write; ``spans``: the next writes."""
         self._before: Slots = self._slots
         self._offset_before = self.offset
         self._spans = spans
-        # What was written since: calls of layers, and the tokens of a row.
+        # What was written since: calls of layers, and tokens per row.
         self._written: list[tuple[int, Write]] = []
         self._num_written = 0
-        # Tokens that are left of those: all (None), or of each row.
+        # How many of those tokens are kept: all (None), or a number per row.
         self._kept: Kept | None = None
-        # Of the forward under way: layers that took part, and states so far; offsets
-        # before it; tokens of every row, padding left out.
+        # The forward under way: its layers so far, and the states after them; offsets
+        # before it; tokens of every row without padding.
         self._layers: list[Any] = []
         self._now: Slots = []
         self._offset_now = self.offset
@@ -190,7 +190,7 @@ class BatchRecurrentCache(BatchCache):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the next write is taken back together with those before it."""
+        """Whether the next write is taken back together with the writes before it."""
         return self._spans and self._kept is None
 
     @property
@@ -199,10 +199,10 @@ class BatchRecurrentCache(BatchCache):
         return [None] * self.num_states if arrays is None else list(arrays)
 
     def write(self, write: Write) -> Any:
-        """Let a recurrent layer take the next tokens of every row in.
+        """Run a recurrent layer on the next tokens of every row.
 
         Returns:
-            What the layer puts out.
+            The layer's output.
 
         Raises:
             CacheError: the rows are others than the cache has.
@@ -218,7 +218,8 @@ class BatchRecurrentCache(BatchCache):
             if self._num_written:
                 self._before = before
         if self._of_prompts:
-            # A window is a view of all inputs of the chunk, and would keep them.
+            # A window is a view of all inputs of the chunk, and would keep them in
+            # memory.
             self._now = [None if a is None else mx.contiguous(a) for a in self._now]
         if self._num_written:
             begin = self._num_written - max(self._valid, default=0)
@@ -229,11 +230,11 @@ class BatchRecurrentCache(BatchCache):
         return output
 
     def _next_forward(self, write: Write) -> tuple[Write, Slots, mx.array] | None:
-        """Begin a forward whose first write this is.
+        """Begin a forward, of which ``write`` is the first write.
 
         Returns:
-            What that has to do again: the last write, states before it, and tokens
-            that are left of it; ``None``: nothing.
+            What ``write`` has to repeat: the last write, the states before it, and how
+            many tokens are kept of it; ``None``: nothing.
         """
         width, undone = write.width, None
         valid = [width] * self.batch_size
@@ -253,7 +254,7 @@ class BatchRecurrentCache(BatchCache):
         self._offset_now, self._valid = self.offset, valid
         self._num_written += max(self._valid, default=width)
         self._advance(width, self._longest + width)
-        if self._of_prompts:  # nothing is taken back, and its inputs would be held
+        if self._of_prompts:  # never taken back: hold no inputs
             self._num_written, self._before = 0, []
         return undone
 
@@ -308,7 +309,7 @@ class BatchRecurrentCache(BatchCache):
         return type(self), self.num_states, stays, self._goes_on
 
     def given(self) -> tuple[Hashable, Arrays]:
-        """As in the base class: with what the last trim has left to be done."""
+        """As in the base class, with the work that the last trim has left to do."""
         if self._kept is None:
             return None, super().arrays
         form = self._num_written, *((begin, w.form) for begin, w in self._written)
@@ -340,8 +341,9 @@ class BatchRecurrentCache(BatchCache):
         return bare
 
     def left(self) -> tuple[Any, Arrays]:
-        """As in the base class: with what undoing the write needs."""
-        # One token is undone without, but sooner with what is there; not among others.
+        """As in the base class, with what undoing the write needs."""
+        # Undoing a single token needs no writes, unless it is one of several. If they
+        # are logged anyway, they make undoing faster.
         logged = all(write.logged for _, write in self._written)
         needed = self._num_written > 1 or logged or self._spans
         written = self._written if needed else []
@@ -401,7 +403,7 @@ class BatchRecurrentCache(BatchCache):
         Args: as for :class:`~specdec.cache.core.CacheCore`.
 
         Raises:
-            CacheError: as there, or those are more tokens than were last written.
+            CacheError: as there, or ``n`` holds more tokens than were last written.
         """
         if not isinstance(n, mx.array):
             at_most = max((whole("a count", v) for v in n), default=0)
@@ -515,7 +517,7 @@ class BatchRecurrentCache(BatchCache):
     def _from_single(cls, cache: Any) -> Self:
         made = cls._like_single(cache)
         if not cache.empty():
-            # How many tokens are in it, mlx-lm's class does not know: one or more.
+            # mlx-lm's class does not know how many tokens are in it: one or more.
             made._fill_row(tuple(cache.cache), (), 1)
         return made
 
@@ -525,7 +527,7 @@ class BatchRecurrentCache(BatchCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, and of all that taking the last write back needs."""
+        """Bytes of the states, and of what is needed to take back the last write."""
         before = [a.nbytes for a in self._before if a is not None]
         return self._storage.nbytes + sum(before) + self.held_bytes
 
@@ -560,7 +562,7 @@ def _arrays(slots: Slots) -> Arrays:
 def _written(
     written: Sequence[tuple[int, Write]], arrays: Arrays
 ) -> list[tuple[int, Write]]:
-    """The same writes, with other arrays, in their order."""
+    """The same writes with other arrays, which are in the writes' order."""
     made, first = [], 0
     for begin, write in written:
         last = first + len(write.arrays)
@@ -582,7 +584,7 @@ def _array(counts: Kept) -> mx.array:
 
 
 def _within(kept: Kept, begin: int, width: int) -> Kept:
-    """Of ``kept`` tokens, those among ``width`` that begin at ``begin``."""
+    """How many of ``kept`` tokens are among the ``width`` from ``begin`` on."""
     if isinstance(kept, mx.array):
         return mx.clip(kept - begin, 0, width)
     return [min(max(n - begin, 0), width) for n in kept]

@@ -60,8 +60,8 @@ class RingCache(BatchCache):
         self.window = window
         self.keep = keep
         self.max_write = max_write
-        # Host bounds over rows: tokens ever written, and, once a row may have
-        # lost positions to a write after them, how many of those are taken back.
+        # Host bounds over rows: tokens ever written, and how many of them were taken
+        # back since a row may have wrapped.
         self._reach = 0
         self._undone = 0
 
@@ -127,7 +127,7 @@ class RingCache(BatchCache):
         longest = self._measure_longest()
         wrapped = self._reach > self._slots
         old, old_capacity = self.layout, self.capacity
-        # Of a wider ring, the slots gained hold nothing that could come back.
+        # The slots that a wider ring gains hold nothing that could come back.
         gained = max_write - self.max_write
         self._undone = max(0, self._undone + gained) if wrapped else 0
         self.max_write = self._options["max_write"] = max_write
@@ -156,15 +156,14 @@ class RingCache(BatchCache):
             part.resize(widest)
 
     def place(self, rows: Sequence[int], other: Self) -> None:
-        super().place(
-            rows, other
-        )  # with equal layouts, which changes what each can undo
+        # This makes the layouts equal, which changes what each can undo.
+        super().place(rows, other)
         if rows:
             self._reach = max(self._reach, other._reach)
             self._undone = max(self._undone, other._undone)
 
     def _join(self, parts: Sequence[Self]) -> None:
-        self._same_shape(parts)  # which changes what parts can undo
+        self._same_shape(parts)  # changes what the parts can undo
         filled = [p for p in parts if p.batch_size]
         reach = max((p._reach for p in filled), default=0)
         undone = max((p._undone for p in filled), default=0)
@@ -176,14 +175,14 @@ class RingCache(BatchCache):
         self._reach = self._undone = 0
 
     def _row_positions(self, length: int) -> list[int]:
-        # After a trim the oldest one may be overwritten: the next query does not
-        # see it any more, but mlx-lm's cache counts on its place.
+        # After a trim the oldest position may be overwritten: the next query does not
+        # see it any more, but mlx-lm's cache needs its slot.
         if length <= self.keep + self.window:
             return list(range(length))
         return [*range(self.keep), *range(length - self.window, length)]
 
     def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
-        """As in the base class; what is missing is missing as after a wrap."""
+        """As in the base class; missing positions count as lost in a wrap."""
         ring = self._slots - self.keep
         held = [
             (slot, p)
@@ -197,7 +196,7 @@ class RingCache(BatchCache):
         if length >= self.keep + self.window:
             oldest = next(p for p in kept if p >= self.keep)
             self._reach = max(length, self._slots + 1)
-            # One more: an extracted row's oldest may be stale (_row_positions).
+            # One more, because an extracted row's oldest may be stale (_row_positions).
             self._undone = min(max(0, oldest + 1 + ring - length), self.max_write)
 
     def _bookkeeping(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ class Codec(Protocol):
 
     @property
     def options(self) -> dict[str, int]:
-        """Arguments of a cache's constructor that lead to this codec."""
+        """Arguments of a cache's constructor that select this codec."""
 
     def encode(self, keys: mx.array, values: mx.array) -> Arrays:
         """Arrays to store for ``keys`` and ``values`` of shape (B, H, S, D)."""
@@ -100,7 +100,7 @@ class QuantizedCodec:
         return tuple(mx.quantize(x, group_size=self.group_size, bits=self.bits))
 
     def unpack(self, packed: Arrays) -> mx.array:
-        """Dense keys, or values, of a packed array, its scales and its biases."""
+        """Dense keys or values, from a packed array, its scales and its biases."""
         array, scales, biases = packed
         return mx.dequantize(
             array, scales, biases, group_size=self.group_size, bits=self.bits
@@ -115,14 +115,14 @@ class QuantizedCodec:
 
 def _widened(arrays: Arrays, capacity: int) -> Arrays:
     """Copies of ``arrays`` with zeroed slots appended up to ``capacity``."""
-    # With nothing to append still a copy: the arrays of a first write may be
-    # views of something larger.
+    # This copies even with nothing to append: the arrays of a first write may be views
+    # of something larger.
     more = capacity - arrays[0].shape[2]
     return tuple(mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) for a in arrays)
 
 
 def placed(arrays: Arrays, updates: Arrays, rows: Sequence[mx.array]) -> Arrays:
-    """``arrays`` with each row of ``updates`` in one of ``rows``, shape (1,) each."""
+    """``arrays`` with each row of ``updates`` put into one of ``rows``, shape (1,)."""
     found = []
     for array, update in zip(arrays, updates, strict=True):
         for i, row in enumerate(rows):
@@ -201,13 +201,13 @@ class Storage:
         )
 
     def take_rows(self, rows: mx.array) -> None:
-        """Keep the given rows, in that order; without any, drop the arrays."""
+        """Keep the given rows, in that order; if there are none, drop the arrays."""
         if self.arrays is not None:
             keep = rows.shape[0] > 0
             self.arrays = tuple(a[rows] for a in self.arrays) if keep else None
 
     def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
-        """Put the rows of ``other`` into the given ones; no other row is touched.
+        """Put the rows of ``other`` into the given rows; no other row is touched.
 
         The rest of these rows is zeroed: no mask would hide a NaN left there. Like
         :meth:`write`, it happens in place if nobody holds the arrays.

@@ -1,9 +1,9 @@
-"""mlx-lm's attention modules, with few queries left to a kernel of ours.
+"""Lets mlx-lm's attention modules compute few queries by our kernel.
 
-mlx-lm's modules call one function of its own, ``scaled_dot_product_attention``, by a
-name of the file that they are in. A module is given a class of its own whose
-``__call__`` is the same code with another function by that name; mlx-lm itself stays as
-it is, and so do modules that compute attention in another way.
+mlx-lm's modules call its function ``scaled_dot_product_attention`` as a global of their
+own file. A module gets a derived class whose ``__call__`` is the same code with another
+function by that name. mlx-lm itself stays as it is, and so do modules that compute
+attention in another way.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _attend(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """What mlx-lm's function computes, by the kernel where that takes it."""
-    # Without a cache it may be training, and the kernel has no gradient.
+    """Compute what mlx-lm's function computes, by the kernel where possible."""
+    # Without a cache the model may be training, and the kernel has no gradient.
     usual = cache is None or sinks is not None
     if usual or not decode_attention.takes(queries, keys, values, mask):
         theirs: mx.array = _USUAL(
@@ -49,14 +49,14 @@ def _attend(
 
 
 class _Derived(type):
-    """The class of the classes made here, which have mlx-lm's names.
+    """The metaclass of the classes made here, which have mlx-lm's names.
 
-    By name they cannot be found again: pickled, a module is mlx-lm's.
+    Pickle cannot find them by name, so a pickled module has mlx-lm's class.
     """
 
 
 def _pickled(kind: type) -> tuple[Any, ...]:
-    # The copy of a class is the class itself: so files need mlx-lm alone.
+    # The copy of a class is the class itself, so files need only mlx-lm.
     return copy.copy, (kind.__base__,)
 
 
@@ -65,7 +65,7 @@ copyreg.pickle(_Derived, _pickled)
 
 @cache
 def _attending(kind: Any) -> Any:
-    """The class whose attention is ``_attend``; ``None`` where it is not asked for."""
+    """``kind`` with ``_attend`` as attention; ``None`` if it does not call mlx-lm's."""
     call = kind.__call__
     if (
         not isinstance(call, FunctionType)
@@ -78,15 +78,15 @@ def _attending(kind: Any) -> Any:
         call.__code__, names, call.__name__, call.__defaults__, call.__closure__
     )
     twin.__kwdefaults__ = call.__kwdefaults__
-    # Whoever asks where a module comes from gets mlx-lm's file.
+    # ``__module__`` still names mlx-lm's file.
     also = {"__call__": twin, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return _Derived(kind.__name__, (kind,), also)
 
 
 def take_few_queries(model: nn.Module) -> None:
-    """Let the model's attention of few queries be computed by the kernel, in place.
+    """Let the kernel compute the model's attention of few queries, in place.
 
-    For that it is tried here, for the sizes of heads and types that the model has.
+    This tries the kernel for the head sizes and types that the model has.
     """
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
@@ -99,7 +99,7 @@ def take_few_queries(model: nn.Module) -> None:
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
-    """What :func:`take_few_queries` asks for: a proof for each size of heads."""
+    """The proofs that :func:`take_few_queries` asks for: one for each form."""
     modules: list[tuple[str, Any]] = model.named_modules()
     forms = dict.fromkeys(
         form
@@ -111,7 +111,7 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
 
 
 def _forms(module: nn.Module) -> Iterable[tuple[int, mx.Dtype]]:
-    """Sizes of heads and types that an attention module may have."""
+    """Forms of an attention module: the head sizes and types that it may have."""
     return product(_head_sizes(module), _halves(module))
 
 
@@ -126,14 +126,14 @@ def takes_single(model: nn.Module) -> bool:
 
 
 def _halves(module: nn.Module) -> list[mx.Dtype]:
-    """The types of 16 bits of its weights, or of their scales, and so of queries."""
+    """The 16-bit types of its weights or their scales, which its queries have too."""
     arrays: Any = tree_flatten(module.parameters())
     found = {array.dtype for _, array in arrays}
     return [dtype for dtype in TYPES if dtype in found]
 
 
 def _head_sizes(module: Any) -> Iterable[int]:
-    """Of an attention module: its own, or if unknown all that the kernel takes."""
+    """Head sizes of an attention module, or if unknown all that the kernel takes."""
     size = getattr(module, "head_dim", None)
     heads, queries = getattr(module, "n_heads", 0), getattr(module, "q_proj", None)
     if size is None and heads and queries is not None:
@@ -142,7 +142,7 @@ def _head_sizes(module: Any) -> Iterable[int]:
 
 
 def usual_attention(model: nn.Module) -> None:
-    """Let its modules be mlx-lm's again, in place."""
+    """Give the model's modules mlx-lm's classes again, in place."""
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
         kind: Any = type(module)

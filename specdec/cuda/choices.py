@@ -1,9 +1,9 @@
-"""Which of two kernels computes a matrix's products sooner: timed once, and kept.
+"""Times once which of two kernels is faster for a matrix, and keeps the choice.
 
-Rules of thumb that were found on one GPU say which is usual. On the machine at hand
-both are timed for the model's own matrices, and the other one is taken where it is
-clearly faster. A choice holds for a matrix, not for a number of rows: a row's product
-then has the same bits whatever is computed beside it.
+Rules of thumb from one GPU say which kernel is usual. On the current machine both are
+timed for the model's own matrices, and the other kernel is taken where it is clearly
+faster. A choice holds for a matrix, not for a number of rows: a row's product then has
+the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import proofs
 
 logger = logging.getLogger(__name__)
 
-# What is faster than the usual by less than this factor is not worth a change.
+# A kernel that is faster than the usual one by less than this factor is not taken.
 MARGIN = 1.15
 # Matrices of one kind that are multiplied in turn: one alone would stay in the device's
 # cache. Products of a chain, and how often each chain is timed.
@@ -47,9 +47,9 @@ def choose(
 
     Args:
         kind: all that the times depend on, besides device and versions.
-        runs: products by our kernel, and the same ones by MLX's: those of a few
-            numbers of rows, whose times are added up.
-        usual: whether ours is taken where both are about as fast.
+        runs: products by our kernel, and the same products by MLX's, for each of a few
+            numbers of rows; their times are added up.
+        usual: whether our kernel is taken where both are about as fast.
     """
     if kind in _ours:
         return
@@ -68,9 +68,9 @@ def choose(
 
 
 def chained(products: Sequence[Callable[[mx.array], mx.array]], x: mx.array) -> Run:
-    """Products that follow each other, as those of layers do, in one compiled graph.
+    """A chain of products, like the products of layers, in one compiled graph.
 
-    One by one, what the host takes to launch them would be timed.
+    Timing products one by one would measure how long the host takes to launch them.
 
     Args:
         products: each takes an array shaped as ``x``, and returns (..., N).
@@ -86,7 +86,7 @@ def chained(products: Sequence[Callable[[mx.array], mx.array]], x: mx.array) -> 
 
 
 def _seconds(run: Run, clock: Callable[[], float]) -> float:
-    """Seconds of a run, each built while the one before it is computed."""
+    """The least seconds of a run, built while the run before it is computed."""
     mx.eval(*run())  # compiled now
     waiting, times, begun = run(), [], clock()
     mx.async_eval(*waiting)

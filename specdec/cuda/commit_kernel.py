@@ -1,4 +1,4 @@
-"""What follows from a round, by one CUDA kernel.
+"""Computes what every row keeps of a round, by one CUDA kernel.
 
 Its reference is some twenty operations on small arrays. Where launches bound a round,
 each of them takes as long as this kernel does.
@@ -17,7 +17,8 @@ from .proofs import holds
 THREADS = 32
 _INPUTS = ("inputs", "chosen", "limit", "meant", "recent", "lengths")
 _OUTPUTS = ("kept", "allowed", "rejected", "packed", "next_recent", "next_lengths")
-# A block commits a row: its threads all count, and share what is to be copied.
+# A block commits a row. All of its threads count accepted tokens, and they share the
+# copying.
 _SETTLE = """
   const int width = chosen_shape[1], k = width - 1, window = recent_shape[1];
   const int row = blockIdx.x;
@@ -54,7 +55,7 @@ def commit(
     recent: mx.array,
     lengths: mx.array,
 ) -> tuple[mx.array, ...]:
-    """What every row of a round keeps, and what follows from that.
+    """Compute what every row keeps of a round, and its state after the round.
 
     Args:
         inputs: the newest token, then the draft tokens, shape (B, k + 1).
@@ -66,14 +67,14 @@ def commit(
         lengths: tokens of every row before the round, shape (B,), int32.
 
     Returns:
-        Tokens kept (B,); the limit (B,); tokens rejected (B,); both first and
+        Tokens kept (B,); the limit (B,); tokens rejected (B,); the first two and
         ``chosen`` packed (B, k + 3); ``recent`` and ``lengths`` after the round.
     """
     rows, width = chosen.shape
     found: list[mx.array] = cuda_kernel("commit", _SETTLE, _INPUTS, _OUTPUTS)(
         inputs=[
-            # Of a round without draft tokens they are a view, which would be copied;
-            # they are not looked at.
+            # In a round without draft tokens, ``inputs`` are a view, which would be
+            # copied; the kernel does not read them then.
             inputs.astype(mx.int32) if width > 1 else chosen,
             chosen,
             limit,
@@ -111,7 +112,7 @@ def _agrees(reference: Callable[..., tuple[mx.array, ...]]) -> bool:
     for n, some in ((3, meant), (3, None), (1, None)):
         most = mx.minimum(limit, n - 1)
         asked = inputs[:, :n], chosen[:, :n], most, some, recent, lengths
-        with mx.stream(mx.cpu):  # where MLX has its operations compiled
+        with mx.stream(mx.cpu):  # where MLX's operations are compiled already
             wanted = _read(reference(*asked))
         both = zip(_read(commit(*asked)), wanted, strict=True)
         if not all(mx.array_equal(a, b).item() for a, b in both):
@@ -120,7 +121,7 @@ def _agrees(reference: Callable[..., tuple[mx.array, ...]]) -> bool:
 
 
 def _read(found: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-    """What is read of it: the newest tokens of rows that have ended are not."""
+    """The results that callers read: without the newest tokens of ended rows."""
     kept, limit, rejected, packed, recent, lengths = found
     recent = mx.where(kept[:, None] > 0, recent, -1)
     return kept, limit, rejected, packed, recent, lengths

@@ -1,14 +1,14 @@
 """Attention of few queries by a CUDA kernel of our own, launched as one node.
 
-A decode step has one query a row, or k + 1, and a mask, since rows differ in length.
-MLX's CUDA backend leaves that to cuDNN, whose graph takes the host 15 to 20
-microseconds to launch, once per layer, and which reads keys again for every head that
-shares them; with heads of 256 it does not take it at all, and attention is six
-operations. A kernel is one node.
+A decode step has one query per row, or k + 1, and a mask, since rows differ in length.
+MLX's CUDA backend leaves such attention to cuDNN. The host takes 15 to 20 microseconds
+per layer to launch cuDNN's graph, and cuDNN reads keys again for every head that shares
+them. Heads of 256 do not go to cuDNN: their attention is six operations. Our kernel is
+one node.
 
 Each query's result is summed in an order that depends on the positions of its keys
-alone. So it has the same bits whatever is computed beside it (other rows, other tokens
-of a verification) and however many columns are read after its last one.
+alone. So it has the same bits whatever else is computed (other rows, other tokens of a
+verification) and however many columns are read after its last key.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from . import decode_attention_source as text
 from .kernels import TYPES, cuda_kernel, tensor_cores
 from .proofs import holds
 
-# What the kernel is given: up to MOST_TOKENS queries of a row (more are a prompt's),
-# and heads of these sizes, with up to so many keys (``None``: any number). Of the
-# widest, more take longer than MLX's operations where many queries are asked
+# Limits of the kernel: up to MOST_TOKENS queries of a row (more are a prompt's), and
+# the most keys for each head size (``None``: any number). With the widest heads and
+# many queries, more keys take longer than MLX's operations
 # (benchmarks/results/attention-h200.md).
 MOST_TOKENS = 16
 MOST_COLUMNS: dict[int, int | None] = {64: None, 128: None, 256: 2048}
-# Warps of a block; queries of a tile, and keys that a warp takes at a time: what a
-# tensor core's products take. Keys that a block goes through at most: blocks share
-# those of a longer row, and what they found is brought together by a second kernel.
+# WARPS: warps of a block. TILE: queries of a tile, and keys that a warp takes at a
+# time, as tensor cores' products take them. SPAN: the most keys of a block. Blocks
+# share the keys of a longer row, and a second kernel combines their results.
 WARPS, TILE, SPAN = 8, 16, 1024
 
 
 @cache
 def _kernel(dtype: mx.Dtype, mask: str, scale: float, pieces: bool) -> Any:
-    # Powers of two are computed, of which a score's logarithm is one.
+    # The kernel computes powers of two, so scores are scaled by log2(e).
     source = text.SOURCE.replace("@SCALE@", f"{scale * log2(e)!r}")
     source = source.replace("@MASK@", text.MASKS[mask])
     source = source.replace("@WRITE@", text.PIECE if pieces else text.WHOLE)
@@ -70,13 +70,13 @@ def attention(
     Args:
         queries: shape (B, H, S, D).
         keys, values: shape (B, KV, L, D), KV a divisor of H.
-        scale: of the products of queries and keys.
+        scale: factor of the products of queries and keys.
         mask: shape (B or 1, 1, S, L), boolean, or of the queries' type and added; or
             ``"causal"``: the last query sees all keys, the one before it one fewer.
 
     Returns:
-        Shape (B, H, S, D), the heads of a token one after the other in memory. What
-        it can compute :func:`takes` says.
+        Shape (B, H, S, D), the heads of a token one after the other in memory.
+        :func:`takes` says what it can compute.
     """
     rows, heads, tokens, size = queries.shape
     kind = "causal"
@@ -117,8 +117,8 @@ def attention(
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     """Whether this attention is left to :func:`attention`.
 
-    Only of head sizes that :func:`proven` was asked about. The queries of one row with
-    nothing to hide have a fast kernel of MLX's.
+    It takes only head sizes that :func:`proven` was asked about. Queries without a mask
+    have a fast kernel of MLX's.
     """
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return False
@@ -148,15 +148,15 @@ def _shown(mask: Any, queries: mx.array, keys: mx.array) -> bool:
     )
 
 
-# Head sizes and types for which the kernel was tried, and whether it is right there.
-# Functions that are traced ask for it, and nothing can be tried in them.
+# Head sizes and types for which the kernel was tried, and whether it is right for them.
+# Traced functions read this, because nothing can be tried in them.
 _proven: dict[tuple[int, mx.Dtype], bool] = {}
 
 
 def proven(size: int, dtype: mx.Dtype) -> bool:
-    """Whether the kernel runs on this device for heads of a size and type, rightly.
+    """Whether the kernel runs correctly on this device for a head size and type.
 
-    It is tried when that is first asked, not within a function that is traced.
+    The first call tries it, and must not be within a function that is traced.
     """
     if (size, dtype) not in _proven:
         known = size in MOST_COLUMNS and dtype in TYPES
@@ -181,14 +181,14 @@ def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> bool:
     seen = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
     added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
     for mask in (added, seen, "causal"):
-        with mx.stream(mx.cpu):  # where MLX has its operations compiled
+        with mx.stream(mx.cpu):  # where MLX's operations are compiled already
             exact = mx.fast.scaled_dot_product_attention(
                 *(x.astype(mx.float32) for x in (q, k, v)),
                 scale=0.1,
                 mask=mask if isinstance(mask, str) else seen,
             )
         found = attention(q, k, v, 0.1, mask).astype(mx.float32)
-        # Not the other way round: NaN is no agreement.
+        # Compared this way round, NaN is no agreement.
         off = mx.abs(found - exact).max()
         if not (off <= 0.02 * mx.abs(exact).max()).item():
             return False

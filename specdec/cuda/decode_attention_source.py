@@ -7,13 +7,13 @@ from math import e, log2
 # out = softmax(scale q k^T + mask) v; q is (B, H, S, D), k and v (B, KV, L, D), out
 # (B, S, H, D).
 #
-# A block computes 16 queries that read the same keys, up to SPAN of them: the H / KV
-# heads of a token, and the tokens, one after the other. Its warps share the keys among
-# themselves, 16 in turn, each with a maximum and a sum of its own (the online softmax
-# of Milakov and Gimelshein 2018), and put together what they found. In a tensor core's
-# product (m16n8k16) the queries are the 16 rows. What is summed over may be in any
-# order as long as both sides agree, and so may the columns of the result: so a thread
-# reads 8 neighbours of a row at once, everywhere.
+# A block computes 16 queries that read the same keys, and up to SPAN of these keys. The
+# queries are the H / KV heads of a token, token after token. Its warps split the keys,
+# 16 in turn. Each warp has its own maximum and sum (the online softmax of Milakov and
+# Gimelshein 2018), and the warps then combine their results. In a tensor core's product
+# (m16n8k16) the queries are the 16 rows. The dimension that is summed may be in any
+# order as long as both sides agree, and so may the columns of the result. So a thread
+# always reads 8 neighbours of a row at once.
 SOURCE = """
   constexpr int WIDE = 68;  // 64 numbers, and 4 for other banks
   const float NONE = __int_as_float(0xff800000);  // minus infinity
@@ -221,7 +221,7 @@ SOURCE = """
     __syncthreads();
   }
 """
-# What hides a key: an array of booleans, one to be added, or that it comes later.
+# What hides a key: a boolean mask, a mask that is added, or its later position.
 _AT = "mask[(mask_shape[0] > 1 ? batch * mask_strides[0] : 0) + "
 _AT += "asks * mask_strides[2] + at * mask_strides[3]]"
 MASKS = {
@@ -231,8 +231,8 @@ MASKS = {
 }
 
 
-# What is written: the result, where a block has seen all keys; or what it has seen, and
-# of each query the largest score and the sum.
+# What a block writes: the result, if it has seen all keys; else its part of the result,
+# and each query's largest score and sum.
 WHOLE = """
         // Not a number stays so; a query that sees nothing has nothing.
         const float all = whole[in_tile] == 0.0f ? 1.0f : whole[in_tile];
@@ -246,7 +246,7 @@ PIECE = """
           seen[at_piece * 2 + 1] = whole[in_tile];
         }
 """
-# What pieces (P, N, D) and seen (P, N, 2) come to: out (N, D).
+# Combines pieces (P, N, D) and seen (P, N, 2) into out (N, D).
 GATHER = """
   const int pieces = seen_shape[0];
   const size_t rows = seen_shape[1];

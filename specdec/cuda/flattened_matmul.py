@@ -30,7 +30,7 @@ class FlattenedLinear(nn.QuantizedLinear):
         return flat.reshape(*x.shape[:-1], -1)
 
     def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
-        """Its product in parts, for stacked matrices that end at these columns."""
+        """The product in parts, for stacked matrices that end at columns ``ends``."""
         if len(ends) <= MOST_PARTS and packed_matmul.computes(self, x):
             return packed_matmul.of_layer(self, x, ends)
         usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
@@ -56,9 +56,9 @@ _FLATTENED: dict[type, Any] = {
 
 
 def flatten_products(model: nn.Module) -> None:
-    """Let the model's packed layers compute flattened, in place; weights stay.
+    """Let the model's packed layers flatten their products, in place; weights stay.
 
-    The kernel for them is tried here, for the layers that the model has.
+    This tries the kernel for the layers that the model has.
     """
     for path, layer in _layers(model):
         packed_matmul.tried(layer)
@@ -67,7 +67,7 @@ def flatten_products(model: nn.Module) -> None:
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
-    """What :func:`flatten_products` asks for."""
+    """The proofs that :func:`flatten_products` asks for."""
     return packed_matmul.proofs_of(layer for _, layer in _layers(model))
 
 
@@ -78,7 +78,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def slow_pairs(model: nn.Module) -> bool:
-    """Whether two tokens take longer than one: packed products by MLX's kernels."""
+    """Whether two tokens take longer than one, as MLX's packed products do."""
     modules: list[tuple[str, Any]] = model.named_modules()
     return any(
         isinstance(layer, FlattenedLinear | FlattenedEmbedding)

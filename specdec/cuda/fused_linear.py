@@ -1,13 +1,13 @@
-"""Products of one input by several layers, computed as one.
+"""Computes the products of one input with several layers as one product.
 
 Attention multiplies the same hidden states by three matrices, an MLP by two. Where
 launching a product takes longer than computing it (CUDA, narrow batches), one product
-with the stacked matrices takes three launches off every layer of a model::
+with the stacked matrices saves three launches in every layer of a model::
 
     [ q | k | v ] = x [ Wq ; Wk ; Wv ]^T
 
-Models call their layers one by one. The first that is asked computes for all of them,
-and the others, asked with the very same array, take their part.
+Models call their layers one by one. The first layer that is called computes for all of
+them. The others, called with the very same array, take their parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
 
 logger = logging.getLogger(__name__)
 
-# By the names that mlx-lm's models give them.
+# Layers that read the same input, by their names in mlx-lm's models.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -38,13 +38,13 @@ SIBLINGS = (
     ("in_proj_qkvz", "in_proj_ba"),
 )
 
-# A product is given up once so many in a row were not used whole: Ctrl-C, or another
-# thread, can cut one off.
+# Layers are no longer joined after this many products in a row were not used whole. A
+# single one can be cut off by Ctrl-C or another thread.
 _PATIENCE = 3
 
 
 class _Ready(NamedTuple):
-    """What one product brought, parts that were taken left out."""
+    """The result of one product, without the parts that were taken."""
 
     by: _Product
     x: mx.array
@@ -60,15 +60,15 @@ class _Slot:
 class _Product:
     """The product with the stacked matrices of some layers.
 
-    The layers' own arrays become views of the stacked ones: nothing is held twice,
-    and whoever looks for a layer's weights finds them.
+    The layers' own arrays become views of the stacked ones: nothing is held twice, and
+    each layer still has its weights.
     """
 
     def __init__(self, layers: Sequence[Any], slot: _Slot):
         kind: Any = type(layers[0])
         stacked: Any = kind.__new__(kind)
         vars(stacked).update(vars(layers[0]))
-        stacked.eval()  # layers that train are not asked here
+        stacked.eval()  # layers that train do not use it
         sizes = [layer["weight"].shape[0] for layer in layers]
         self._ends = tuple(accumulate(sizes))
         for name in layers[0]:
@@ -87,7 +87,7 @@ class _Product:
 
     @property
     def _useless(self) -> bool:
-        """Whether its layers are not joined any more; that is for good."""
+        """Whether its layers are no longer joined, for good."""
         return self._wasted >= _PATIENCE
 
     def _compute(self, x: mx.array) -> list[mx.array]:
@@ -103,9 +103,9 @@ class _Product:
         return list(parts)
 
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
-        """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""
-        # Weights that were replaced, as training does, or added (a bias) are those of
-        # the layer alone.
+        """The ``i``-th layer's part for ``x``; ``None``: it has to compute it alone."""
+        # Weights that were replaced, as training does, or added (a bias) are not in the
+        # stacked matrices.
         views = self._views[i]
         if (
             self._useless
@@ -117,7 +117,7 @@ class _Product:
         ready = slot.ready
         if ready is None or ready.by is not self or ready.x is not x:
             if ready is not None:
-                # Others of its layers were not asked, or with something else.
+                # Its other layers were not called, or were called with another array.
                 ready.by._wasted += 1
                 if ready.by._useless:
                     logger.debug("a joined product is not used whole: joined no more")
@@ -149,11 +149,11 @@ class JoinedLinear(_Joined, nn.Linear):
 
 
 class JoinedFlattened(_Joined, FlattenedLinear):
-    """A packed, flattened one."""
+    """A packed, flattened layer that shares its product with others."""
 
 
 class JoinedSkinny(_Joined, SkinnyLinear):
-    """One whose products of few rows are a kernel of ours; alone while it trains."""
+    """A layer that shares our kernel's product of few rows; alone while it trains."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.training:
@@ -181,7 +181,7 @@ _PLAIN: dict[type, Any] = {
 def join_products(model: nn.Module) -> None:
     """Let layers of ``model`` that read the same input share a product, in place.
 
-    One group at a time: beside the model, the largest is held twice meanwhile.
+    It joins one group at a time, so that at most the largest group is held twice.
     """
     slot = _Slot()
     for module, names, layers in _groups(model, _JOINED):
@@ -195,7 +195,7 @@ def join_products(model: nn.Module) -> None:
 def joining_bytes(model: nn.Module) -> int:
     """Most bytes that :func:`join_products` will hold twice; nothing is computed.
 
-    Packed layers may be flattened before, or not yet.
+    Packed layers may be flattened already, or not yet.
     """
     groups = _groups(model, (*_JOINED, nn.QuantizedLinear))
     sizes = [
@@ -205,7 +205,7 @@ def joining_bytes(model: nn.Module) -> int:
 
 
 def choices_of(model: nn.Module) -> list[Callable[[], None]]:
-    """What times kernels for the model's matrices, stacked as they are used."""
+    """Functions that time kernels for the model's matrices, stacked as in use."""
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     kinds: dict[Any, list[Any]] = {}
     for _, layer in leaves:
@@ -229,7 +229,7 @@ _TIMED: dict[Any, Any] = {
 
 
 def separated(model: nn.Module) -> nn.Module:
-    """A second model with the same arrays, its layers those of mlx-lm."""
+    """A second model with the same arrays and mlx-lm's own layers."""
     twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     usual_attention(twin)
     leaves: Any = tree_flatten(twin.leaf_modules(), is_leaf=nn.Module.is_module)
@@ -246,7 +246,7 @@ def separated(model: nn.Module) -> nn.Module:
 def _groups(
     model: nn.Module, kinds: Collection[type]
 ) -> Iterator[tuple[Any, Sequence[str], list[Any]]]:
-    """Modules, names and layers of what can be joined."""
+    """Groups of layers that can be joined: module, names and layers."""
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
         for names in SIBLINGS:

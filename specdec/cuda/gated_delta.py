@@ -1,13 +1,13 @@
-"""Gated delta networks of few tokens by one CUDA kernel.
+"""Computes gated delta networks of few tokens by one CUDA kernel.
 
 Between its projections, such a layer (Qwen3-Next, Qwen3.5) is a short convolution, the
 norms of queries and keys, two gates, the delta rule token by token, and a gated norm:
 some thirty operations, six more for every token. MLX's CUDA backend launches each of
-them. The kernel is one launch. It begins by doing the round before again, for the
-tokens that each row has kept of it: so a verification takes its rollback in.
+them. The kernel is one launch. It first repeats the previous round for the tokens that
+each row has kept of it, so that a verification includes the rollback.
 
-Every token's arithmetic is the same whatever comes before it in a launch, and beside
-it: a row has the bits that one token at a time gives.
+Every token's arithmetic is the same whatever else is in a launch: a row has the bits
+that one token at a time gives.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from . import gated_delta_source as text
 from .kernels import cuda_kernel
 from .proofs import holds
 
-# What the kernel is given: up to MOST_TOKENS tokens of a row, heads up to these sizes.
-# A head of values is a block. LANES threads share ROWS rows of its state, in registers:
-# a key that is read from shared memory serves all of these rows. Blocks of so few
-# threads have the registers for it, two blocks at a time. A block looks at up to TILE
-# tokens at a time, and its convolution asks for the inputs of FEW.
+# Limits of the kernel: up to MOST_TOKENS tokens of a row, heads up to these sizes. Each
+# block computes a head of values. LANES threads share ROWS rows of its state, in
+# registers: a key that is read from shared memory serves all of these rows. Such small
+# blocks have enough registers for that, two blocks at a time. A block handles up to
+# TILE tokens at a time, and its convolution loads the inputs of FEW.
 MOST_TOKENS, LANES, ROWS, TILE, FEW = 16, 8, 4, 16, 4
 MOST_KEY_SIZE, MOST_VALUE_SIZE = 192, 128
 _TYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -40,16 +40,16 @@ class Form:
     """All that a kernel is compiled for.
 
     Args:
-        dtype: of the inputs and the convolution.
-        key_heads: of queries and keys.
-        repeats: heads of values for each of those.
-        key_size, value_size: of a head.
-        kernel_size: of the convolution.
-        eps: of the gated norm.
-        grouped: whether projections put the heads one after the other, each with its
-            queries, keys, values and gates (Qwen3-Next); else one after the other lie
-            all queries, all keys, all values (Qwen3.5).
-        types: of ``A_log``, ``dt_bias`` and the norm.
+        dtype: type of the inputs and the convolution.
+        key_heads: heads of queries and keys.
+        repeats: heads of values for each head of keys.
+        key_size, value_size: sizes of a head.
+        kernel_size: size of the convolution.
+        eps: epsilon of the gated norm.
+        grouped: whether projections put out head after head, each with its queries,
+            keys, values and gates (Qwen3-Next); else all queries, then all keys, then
+            all values (Qwen3.5).
+        types: types of ``A_log``, ``dt_bias`` and the norm.
     """
 
     dtype: mx.Dtype
@@ -68,13 +68,13 @@ class Form:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         keys = 2 * self.key_heads * self.key_size
         return keys + self.value_heads * self.value_size
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Of the inputs, for each token."""
+        """Widths of the inputs, for each token."""
         wide = self.value_heads * self.value_size
         if self.grouped:
             return (self.channels + wide,) * 2 + (2 * self.value_heads,) * 2
@@ -82,7 +82,7 @@ class Form:
 
     @property
     def known(self) -> bool:
-        """Whether there is a kernel for it."""
+        """Whether the kernel supports this form."""
         return (
             self.dtype in _TYPES
             and self.key_size % (4 * LANES) == 0
@@ -95,7 +95,7 @@ class Form:
 
 
 class Weights(NamedTuple):
-    """Those of a layer, projections left out."""
+    """The weights of a layer, without its projections."""
 
     conv: mx.array
     a_log: mx.array
@@ -104,9 +104,9 @@ class Weights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What projections put out, shape (B, S, ...) each.
+    """The outputs of a layer's projections, shape (B, S, ...) each.
 
-    Grouped ones are two arrays: z is in x, and a in b.
+    Grouped projections have two arrays: z is in x, and a is in b.
     """
 
     x: mx.array
@@ -116,11 +116,11 @@ class Inputs(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What it takes to do a call again.
+    """The arrays that repeating a call needs.
 
     Args:
-        joined: the window before it and its inputs, shape (B, K - 1 + S, C).
-        gates: of its tokens, shape (B, S, HV, 2), float32: decay, and beta.
+        joined: the window before the call and its inputs, shape (B, K - 1 + S, C).
+        gates: gates of its tokens, shape (B, S, HV, 2), float32: decay, and beta.
     """
 
     joined: mx.array
@@ -128,13 +128,13 @@ class Log(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a call finds.
+    """The results of a call.
 
     Args:
-        y: what the output projection is given, shape (B, S, HV * DV).
-        before: the state before its tokens, after those kept of the call before.
-        after: the state after them.
-        log: to do it again.
+        y: the input of the output projection, shape (B, S, HV * DV).
+        before: the state before its tokens, after the tokens kept of the previous call.
+        after: the state after its tokens.
+        log: what repeating the call needs.
     """
 
     y: mx.array
@@ -164,12 +164,13 @@ def scan(
     state: mx.array,
     kept: mx.array | None = None,
 ) -> Found:
-    """Take the tokens of every row in, after those kept of the call before.
+    """Process the tokens of every row, after those kept of the previous call.
 
     Args:
-        past: the window (B, K - 1, C), or the log of the call before.
-        state: before that call, where there is a log; shape (B, HV, DV, DK), float32.
-        kept: with a log, the tokens that each row has kept, shape (B,), int32.
+        past: the window (B, K - 1, C), or the log of the previous call.
+        state: the state before this call, or with a log before the previous call; shape
+            (B, HV, DV, DK), float32.
+        kept: with a log, how many of its tokens each row has kept, shape (B,), int32.
     """
     rows, tokens = inputs.x.shape[:2]
     again = isinstance(past, Log)
@@ -195,7 +196,8 @@ def scan(
         template=[
             ("T", form.dtype),
             ("G", form.dtype if dt_bias == form.dtype else mx.float32),
-            # MLX tells kernels apart by these; the types of all inputs are among them.
+            # MLX distinguishes kernels by these, so they include the types of all
+            # inputs.
             *zip(("TA", "TD", "TN"), (a_log, dt_bias, norm), strict=True),
             ("HK", form.key_heads),
             ("R", form.repeats),
@@ -220,11 +222,11 @@ def scan(
 def again(
     form: Form, weights: Weights, log: Log, state: mx.array, kept: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """The window and the state after those of a call's tokens that each row has kept.
+    """The window and the state after the tokens that each row has kept of a call.
 
     Args: as for :func:`scan`.
     """
-    # What comes after them changes neither.
+    # Later tokens change neither the window nor the state.
     rows = log.joined.shape[0]
     nothing = Inputs(*(mx.zeros((rows, 1, n), form.dtype) for n in form.widths))
     found = scan(form, weights, nothing, log, state, kept)
@@ -239,7 +241,7 @@ def reference(
     state: mx.array,
     kept: mx.array | None = None,
 ) -> Found:
-    """What :func:`scan` computes, by mlx-lm's operations."""
+    """Compute what :func:`scan` computes, by mlx-lm's operations."""
     new, z, b, a = _in_order(form, inputs)
     if not isinstance(past, Log):
         window = past
@@ -295,7 +297,7 @@ def _convolved(form: Form, weights: Weights, joined: mx.array) -> list[mx.array]
 
 # -- layers ------------------------------------------------------------------
 
-#: Their classes, and whether their projections are grouped.
+#: Classes of layers, and whether their projections are grouped.
 LAYERS: dict[type, bool] = {
     qwen3_5.GatedDeltaNet: False,
     qwen3_next.Qwen3NextGatedDeltaNet: True,
@@ -303,7 +305,7 @@ LAYERS: dict[type, bool] = {
 
 
 def form_of(layer: Any) -> Form | None:
-    """What a kernel for a layer is compiled for; ``None``: it is of another kind."""
+    """The form of a layer; ``None``: the layer is of another kind."""
     kinds = [kind for kind in type(layer).__mro__ if kind in LAYERS]
     if not kinds or "bias" in layer.conv1d:
         return None
@@ -330,7 +332,7 @@ def weights_of(layer: Any) -> Weights:
 
 
 def projected(layer: Any, hidden: mx.array) -> Inputs:
-    """What the projections of a layer that has a form put out."""
+    """The outputs of the projections of a layer that has a form."""
     if isinstance(layer, qwen3_next.Qwen3NextGatedDeltaNet):
         x, b = layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden)
         return Inputs(x, x, b, b)
@@ -342,12 +344,12 @@ def projected(layer: Any, hidden: mx.array) -> Inputs:
     )
 
 
-# Functions that are traced ask for it, and nothing can be tried in them.
+# Traced functions read this, because nothing can be tried in them.
 _proven: dict[Form, bool] = {}
 
 
 def takes(form: Form | None, hidden: mx.array, tokens: int) -> bool:
-    """Whether ``tokens`` of every row are left to :func:`scan`."""
+    """Whether ``tokens`` tokens of every row are left to :func:`scan`."""
     return (
         form is not None
         and _proven.get(form, False)
@@ -357,9 +359,9 @@ def takes(form: Form | None, hidden: mx.array, tokens: int) -> bool:
 
 
 def proven(form: Form) -> bool:
-    """Whether the kernel runs on this device for a form, rightly.
+    """Whether the kernel runs correctly on this device for a form.
 
-    It is tried when that is first asked, not within a function that is traced.
+    The first call tries it, and must not be within a function that is traced.
     """
     if form not in _proven:
         name = f"gated delta {form}"
@@ -379,7 +381,7 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
 def drawn(
     form: Form, rows: int, tokens: int, seed: int = 0
 ) -> tuple[Weights, Inputs, mx.array, mx.array]:
-    """Weights, inputs, a window and a state, by chance."""
+    """Random weights, inputs, a window and a state."""
     keys = iter(mx.random.split(mx.random.key(seed), 10))
 
     def some(*shape: int, dtype: mx.Dtype = form.dtype, scale: float = 1.0) -> mx.array:
@@ -402,12 +404,12 @@ def drawn(
 
 
 def _agrees(form: Form) -> bool:
-    """Whether a round, and one after it, come to what the reference finds."""
+    """Whether a round, and a round after it, agree with the reference."""
     kept = mx.array([3, 0, 1])
     weights, first, window, state = drawn(form, 3, 3)
     second = drawn(form, 3, 2, seed=1)[1]
-    # Here and not on the CPU, where fused functions need a compiler. Prompts take most
-    # of its operations as well.
+    # The reference runs here and not on the CPU, where fused functions need a compiler.
+    # Prompts use most of its operations as well.
     began = reference(form, weights, first, window, state)
     wanted = reference(form, weights, second, began.log, state, kept)
     found = scan(form, weights, first, window, state)
@@ -416,13 +418,13 @@ def _agrees(form: Form) -> bool:
 
 
 def alike(form: Form, found: Found, wanted: Found) -> bool:
-    """Whether two differ by no more than their numbers' rounding."""
+    """Whether two results differ by no more than their numbers' rounding."""
     most = 1e-4 if form.dtype == mx.float32 else 0.03
     both = zip((*found[:3], *found.log), (*wanted[:3], *wanted.log), strict=True)
     for one, other in both:
         exact = other.astype(mx.float32)
         off = mx.abs(one.astype(mx.float32) - exact).max()
-        # Not the other way round: NaN is no agreement.
+        # Compared this way round, NaN is no agreement.
         if not (off <= most * mx.abs(exact).max()).item():
             return False
     return True

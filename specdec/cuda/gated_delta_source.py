@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# The inputs of all tokens are taken as one sequence: a window, what was kept, what is
-# new. Products that are added are written as fmaf: left to the compiler, which
-# products are rounded could differ from kernel to kernel.
+# The inputs of all tokens are one sequence: a window, kept tokens, new tokens. Products
+# that are added are written as fmaf. The compiler could otherwise round other products
+# in each kernel.
 SOURCE = """
   constexpr int FOURS = Dk / 4 / LANES, WINDOW = K - 1;
   constexpr int THREADS = Dv / ROWS * LANES, WARPS = THREADS / 32;
@@ -228,8 +228,8 @@ SOURCE = """
   }
   write(after);
 """
-# Where there is a round before: how many of its tokens the row has kept, the gates of
-# one of those, and what is written after the last of them.
+# For a previous round: how many of its tokens the row has kept, the gates of a kept
+# token, and what is written after the last kept token.
 KEPT = """
   const int last = taped_shape[1] - WINDOW;
   const int kept = max(0, min(kept_of[row * kept_of_strides[0]], last));

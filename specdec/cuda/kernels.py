@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-#: Types that our kernels have tensor cores multiply, as PTX calls them.
+#: PTX names of the types that our kernels multiply on tensor cores.
 TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 _MMA = """
 #define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1)                              \\
@@ -20,11 +20,11 @@ _MMA = """
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 """
 
-#: Arrays that one product can be written to, for matrices that are stacked. One kernel
-#: does for all: each that MLX compiles takes seconds.
+#: The most arrays that a product with stacked matrices can be written to. One kernel
+#: serves any number of them, because each kernel takes MLX seconds to compile.
 MOST_PARTS = 3
-#: Writes ``sum``, of row m and column at of N: to that of the arrays which has the
-#: column; the i-th ends before ends[i].
+#: Writes ``sum``, of row m and column at of N, to the array that has the column; the
+#: i-th array ends before ends[i].
 WRITE = """
         if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
         const size_t row = m;
@@ -39,14 +39,14 @@ PARTS = tuple(f"out{i}" for i in range(MOST_PARTS))
 
 @cache
 def first_ends(ends: tuple[int, ...]) -> mx.array:
-    """Where the first matrix ends, and the second, for the kernel."""
+    """Where the first and the second matrix end, for the kernel."""
     return mx.array((*ends, ends[-1])[:2], mx.int32)
 
 
 def shapes_of_parts(
     shape: tuple[int, ...], ends: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Shapes of the arrays, for x of a shape (..., K); those of no matrix are small."""
+    """Shapes of the arrays for x of shape (..., K); unused arrays are small."""
     sizes = [b - a for a, b in pairwise((0, *ends))]
     shapes = [(*shape[:-1], size) for size in sizes]
     return shapes + [(1,)] * (MOST_PARTS - len(sizes))
@@ -67,13 +67,13 @@ def cuda_kernel(
     header: str = "",
     copies_views: bool = True,
 ) -> Any:
-    """What launches ``source``: see :func:`mx.fast.cuda_kernel`.
+    """The function that launches ``source``, see :func:`mx.fast.cuda_kernel`.
 
     Args:
-        copies_views: whether inputs with gaps are copied first; else the source reads
-            them by their strides.
+        copies_views: whether inputs with gaps are copied first; if false, the source
+            reads them by their strides.
     """
-    # MLX finds what it has compiled by name.
+    # MLX finds compiled kernels by name.
     version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     return mx.fast.cuda_kernel(
         name=f"specdec_{name}_{version}",

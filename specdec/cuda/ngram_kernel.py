@@ -1,10 +1,10 @@
-"""Prompt lookup as two CUDA kernels: a search, and the writing of what was kept.
+"""Prompt lookup as two CUDA kernels: a search, and a write of the kept tokens.
 
 Their references are some sixty operations on small arrays, whose launches take a
 millisecond of every round, whatever they compute. Each kernel is one launch.
 
-A row keeps its tokens in a ring: the token of position ``p`` is in slot
-``p % capacity``, and -1 in slots without one.
+A row keeps its tokens in a ring. Slot ``p % capacity`` holds the token of position
+``p``, and slots without a token hold -1.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .kernels import cuda_kernel
 from .proofs import holds
 
 THREADS = 256
-# A block searches a row: each thread its share of the slots, for the longest, then
-# newest match, which all then compare. Numbers come as an array, not as part of the
-# source, so that there is one kernel to compile.
+# A block searches a row. Each thread searches its share of the slots for the longest,
+# then newest match, and the threads then compare their matches. Numbers come as an
+# array, not as part of the source, so that there is one kernel to compile.
 _SEARCH = """
   const int capacity = ring_shape[1];
   const int k = numbers[0], max_ngram = numbers[1], min_ngram = numbers[2];
@@ -97,13 +97,14 @@ def search(
     max_ngram: int,
     min_ngram: int,
 ) -> tuple[mx.array, mx.array]:
-    """What followed each row's longest match, the newest one of those.
+    """The tokens after each row's longest match, the newest of equally long ones.
 
     Args:
-        ring: of the rows, shape (B, capacity), int32; the newest token may be missing.
+        ring: the rows' rings, shape (B, capacity), int32; the newest token may be
+            missing.
         lengths: tokens of each row, shape (B,), int32.
         recent: the newest tokens of each row, shape (B, R), int32.
-        k: how many tokens.
+        k: how many tokens to look up.
         max_ngram, min_ngram: most and fewest tokens of a match.
 
     Returns:
@@ -131,12 +132,12 @@ def keep(
     chosen: mx.array,
     kept: mx.array,
 ) -> mx.array:
-    """``ring`` with the newest token, and those kept after it, in it.
+    """``ring`` with the newest token and the tokens kept after it.
 
     Args:
         ring, lengths, recent: as for :func:`search`, before the round.
         chosen: tokens of the round, shape (B, S), int32.
-        kept: how many of them, shape (B,), int32.
+        kept: how many of them each row keeps, shape (B,), int32.
     """
     taken = ("ring", "lengths", "recent", "chosen", "kept")
     written: mx.array = cuda_kernel("lookup_keep", _KEEP, taken, ("out",))(
@@ -170,7 +171,7 @@ def _agree(
     options = {"max_ngram": 4, "min_ngram": 2}
     found = search(ring, lengths, recent, 3, **options)
     written = keep(ring, lengths, recent, chosen, kept)
-    with mx.stream(mx.cpu):  # where MLX has its operations compiled
+    with mx.stream(mx.cpu):  # where MLX's operations are compiled already
         wanted = as_searched(ring, lengths, recent, 3, **options)
         as_wanted = as_kept(ring, lengths, recent, chosen, kept)
     both = zip((*found, written), (*wanted, as_wanted), strict=True)

@@ -1,12 +1,13 @@
 """Products of few rows with packed weights, by a CUDA kernel of our own.
 
-Of several rows, MLX's kernels take as many times as long as one does, or are compiled
-for half a minute. This one reads each weight once for up to 64 rows, with tensor cores;
-see :mod:`.packed_matmul_source`. A single row is MLX's where that is faster.
+For several rows, MLX's kernels take that many times as long as for one, or take half a
+minute to compile. This kernel reads each weight once for up to 64 rows, with tensor
+cores; see :mod:`.packed_matmul_source`. A single row is left to MLX where MLX is
+faster.
 
-Each row is summed in float32 in an order that depends on the matrix alone. So what the
-kernel makes of a row has the same bits whatever is computed beside it: in a batch, or
-as one of the tokens of a verification.
+Each row is summed in float32 in an order that depends on the matrix alone. So the
+kernel's product of a row has the same bits alone, in a batch, or as one of the tokens
+of a verification.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from .kernels import (
 )
 from .proofs import holds
 
-#: What the kernel knows: bits of a number, and numbers that share a scale.
+#: What the kernel supports: bits of a number, and numbers that share a scale.
 BITS, GROUPS = (4, 8), (32, 64, 128)
-# The most rows of a product that the kernel computes; for more the matrix is unpacked,
-# if it has no more than so many numbers.
+# The most rows of a product that the kernel computes; for more rows the matrix is
+# unpacked, if it has at most MOST_UNPACKED numbers.
 MOST_ROWS, MOST_UNPACKED = 192, 2**27
-# Of one row, MLX's kernel, which is compiled, computes sooner with fewer numbers of 4
-# bits than so many, and with any of 8 (one H200).
+# For one row, MLX's kernel, which is compiled already, is faster with fewer than
+# FEWEST_ALONE numbers of 4 bits, and with any number of 8 bits (one H200).
 FEWEST_ALONE = 2**25
-# A tensor core's product takes so many rows of x; a block so many times as many, or one
-# of them where there are no more: a kernel for each. It has so many warps, each for so
-# many columns of the result.
+# A tensor core's product takes TILE rows of x. A block takes WIDEST times as many, or
+# TILE where there are no more; each is its own kernel. A block has WARPS warps by this
+# width, each for COLUMNS columns of the result.
 TILE, WIDEST, COLUMNS = 8, 8, 32
 WARPS = {1: 4, WIDEST: 8}
-# Blocks share K until there are so many of 128 columns: two for each of an H200's
-# multiprocessors. A block has two turns at least.
+# Blocks of BLOCK_COLUMNS columns share K until there are BLOCKS of them: two for each
+# of an H200's multiprocessors. A block has at least two turns.
 BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
 
 
@@ -87,14 +88,14 @@ def product(
 ) -> list[mx.array]:
     """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
 
-    Summed in float32 and rounded once, the bias included.
+    Each sum, bias included, is in float32 and rounded once.
 
     Args:
-        x: bfloat16 or float16, and so are all others but the packed numbers.
+        x: bfloat16 or float16, like all other arrays except the packed numbers.
         packed: numbers, scales and biases of :func:`mx.quantize`, shapes
             (N, K * bits / 32) and (N, K / group_size).
         ends: the row of ``weight`` after which each of up to three stacked matrices
-            ends; each one's product is an array of its own.
+            ends; each product is its own array.
 
     Returns:
         One array (..., N), or one for each matrix.
@@ -107,7 +108,7 @@ def product(
     pieces = num_pieces(columns, length, bits)
     ends = ends or (columns,)
     shapes = shapes_of_parts(x.shape, ends)
-    # An array that is no vector stands for no bias: a kernel less to compile.
+    # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = scales if bias is None else bias
     limits = first_ends(ends)
     results: list[mx.array] = _kernel(x.dtype, bits)(
@@ -145,7 +146,7 @@ def product(
 
 
 def num_pieces(columns: int, length: int, bits: int) -> int:
-    """Blocks that share K: by the matrix alone, since a row's sum follows from it."""
+    """Blocks that share K. They depend on the matrix alone, as a row's sum must."""
     turns = -(-length // (512 // bits))
     blocks = -(-columns // BLOCK_COLUMNS)
     return max(1, min(BLOCKS // blocks, turns // 2, MOST_PIECES))
@@ -156,9 +157,9 @@ def of_layer(
 ) -> list[mx.array]:
     """The product of x (..., K) with a quantized layer, see :func:`product`.
 
-    For many rows the matrix is unpacked first. MLX compiles a kernel for such products
-    when it first meets a layer's bits, groups and type, which takes half a minute; its
-    dense products are there.
+    For many rows the matrix is unpacked first. MLX compiles a kernel for packed
+    products when it first meets a layer's bits, groups and type, which takes half a
+    minute; its dense products are compiled already.
     """
     packed = layer["weight"], layer["scales"], layer["biases"]
     bias, rows = layer.get("bias"), x.size // x.shape[-1]
@@ -171,7 +172,7 @@ def of_layer(
 
 
 class Kind(NamedTuple):
-    """All that says how fast a layer's product is, besides the rows."""
+    """All that decides how fast a layer's product is, besides the rows."""
 
     dtype: mx.Dtype
     bits: int
@@ -181,7 +182,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> Kind | None:
-        """That of a quantized layer; ``None``: the kernel does not know it."""
+        """The kind of a quantized layer; ``None``: the kernel does not support it."""
         scales, biases = layer["scales"], layer.get("biases")
         bits, group_size = layer.bits, layer.group_size
         if (
@@ -201,8 +202,8 @@ class Kind(NamedTuple):
         return cls(scales.dtype, bits, group_size, columns, groups * group_size)
 
 
-# For whose layers the kernel was tried, and is right. Functions that are traced ask for
-# it, and nothing can be tried in them.
+# Types, bits and group sizes for which the kernel was tried, and whether it is right
+# for them. Traced functions read this, because nothing can be tried in them.
 _proven: dict[tuple[mx.Dtype, int, int], bool] = {}
 
 
@@ -236,7 +237,7 @@ def _usual_alone(kind: Kind) -> bool:
 def choose(layers: Sequence[Any]) -> None:
     """Time the product of one row by the kernel and by MLX's, for layers of one kind.
 
-    Of more rows MLX's is not timed: it would have a kernel compiled for half a minute.
+    MLX's product is not timed for more rows: compiling its kernel takes half a minute.
     """
     kind = Kind.of(layers[0])
     if kind is None or not _proven.get(kind[:3], False):
@@ -267,7 +268,7 @@ def choose(layers: Sequence[Any]) -> None:
 def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     """Whether the kernels run on this device, and compute what they should.
 
-    They are tried when that is first asked, not within a function that is traced.
+    The first call tries them, and must not be within a function that is traced.
     """
     kind = dtype, bits, group_size
     if kind not in _proven:
@@ -278,7 +279,7 @@ def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
 
 
 def proofs_of(layers: Iterable[Any]) -> list[Callable[[], bool]]:
-    """What :func:`tried` asks for: a proof for each kind of packed weights."""
+    """The proofs that :func:`tried` asks for: one for each kind of packed weights."""
     found = [Kind.of(layer) for layer in layers]
     kinds = dict.fromkeys(kind[:3] for kind in found if kind is not None)
     return [partial(proven, *kind) for kind in kinds]
@@ -293,9 +294,9 @@ def tried(layer: Any) -> bool:
 def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     """Whether the kernels compute what they should.
 
-    Each that can be launched is tried: with few rows and many, with K shared among
-    blocks and not, with and without a bias, whole and in parts, and for an array that
-    begins where 16 bytes cannot be loaded at once.
+    Each kernel that can be launched is tried: with few rows and many, with K shared
+    among blocks and not, with and without a bias, whole and in parts, and for an array
+    that begins where 16 bytes cannot be loaded at once.
     """
     return all(
         _agrees(columns, length, rows, dtype, bits, group_size)
@@ -303,7 +304,7 @@ def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     )
 
 
-# Of matrices: K shared among blocks, and not, with a turn that K ends within.
+# Sizes of matrices: K shared among blocks, and not, with a turn that K ends within.
 _SIZES = ((72, 1152), (200, 128))
 
 
@@ -315,7 +316,7 @@ def _agrees(
     bits: int,
     group_size: int,
 ) -> bool:
-    """Whether a product is that of the numbers that the packed ones stand for."""
+    """Whether a product equals the product with the unpacked numbers."""
     x, dense, bias = (
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i, shape in enumerate([(rows, length), (columns, length), (columns,)])
@@ -324,7 +325,7 @@ def _agrees(
     scales, biases = (p.astype(mx.float32) for p in packed[1:])
     unpacked = mx.dequantize(packed[0], scales, biases, group_size, bits)
     exact = x.astype(mx.float32) @ unpacked.T
-    if rows == 1:  # a view, which begins anywhere
+    if rows == 1:  # a view, which may begin anywhere
         x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]
     whole = product(x, packed, bits=bits, group_size=group_size)
     parts = product(
@@ -337,7 +338,7 @@ def _agrees(
             exact + bias.astype(mx.float32),
         ),
     )
-    # Not the other way round: NaN is no agreement.
+    # Compared this way round, NaN is no agreement.
     return all(
         (
             mx.abs(found.astype(mx.float32) - right).max() <= 0.01 * mx.abs(right).max()

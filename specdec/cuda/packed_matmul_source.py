@@ -1,18 +1,18 @@
 """The CUDA source of products with packed weights, see :mod:`.packed_matmul`.
 
 A warp computes 32 columns of the result, for 8 * WIDE rows of x; a block's warps have
-columns of their own and share the rows of x. Blocks share K among themselves, gridDim.y
-of them, in turns of TURN columns: what each one found is added up by a second kernel.
+their own columns and share the rows of x. gridDim.y blocks split K, in turns of TURN
+columns, and a second kernel adds up their sums.
 
-Of a tensor core's product (m16n8k16) the 16 are rows of the matrix and the 8 those of
-x. A weight is scale * q + bias: the tensor cores multiply q, which 16 bits hold
+In a tensor core's product (m16n8k16) the 16 are rows of the matrix and the 8 are rows
+of x. A weight is scale * q + bias: the tensor cores multiply q, which 16 bits hold
 exactly, and every 32 or 64 columns, all of one group, the sum is scaled in float32.
-What the bias, and the number that q was added to, multiply is the sum of x over those
-columns, which is a product with ones.
+The bias, and the number that q was added to, multiply the sum of x over those columns,
+which is a product with ones.
 
 A thread loads 16 bytes of a row. The four threads of a row then exchange words, so that
-at any time they hold columns of the same 32. Which k is which does not matter as long
-as weights and x agree; x is laid out for it in shared memory.
+at any time they hold columns of the same 32. The order of k does not matter as long as
+weights and x agree; x is laid out in that order in shared memory.
 """
 
 HEADER = """
@@ -56,8 +56,8 @@ __device__ __forceinline__ uint4 specdec_exchange(uint4 v, int part) {
 }
 """
 
-# Numbers in 16 bits, as pairs, which a word of packed ones becomes; what has been added
-# to each of them; and in which order a thread's four columns, or eight, are paired.
+# How a word of packed numbers becomes pairs of 16-bit numbers; what has been added to
+# each of them; and in which order a thread's four or eight columns are paired.
 _NIBBLES = """
   // Of eight numbers the i-th and the (i + 4)-th; the four bits become the first of a
   // mantissa, whose number is 16 plus what they were.
@@ -339,8 +339,8 @@ SOURCE = """
         @WRITE@
       }
 """
-# Asks for a turn's weights and scales: the latter for eight groups at a time, where the
-# next eight begin, if they can be loaded so in all rows (EIGHTS).
+# Loads a turn's weights and scales. Scales are loaded for eight groups at a time, where
+# the next eight begin, if all rows allow that (EIGHTS).
 LOAD = """
       {
         const int asked = @, column = asked * TURN + own;
@@ -363,7 +363,7 @@ LOAD = """
       }
 """
 
-# What the blocks of a product found, added up in their order.
+# Adds up the sums of a product's blocks, in the order of the blocks.
 GATHER = """
   const int count = pieces_shape[0], M = pieces_shape[1], N = pieces_shape[2];
   const int at = blockIdx.x * blockDim.x + threadIdx.x, m = blockIdx.y;

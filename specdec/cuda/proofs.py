@@ -1,7 +1,7 @@
-"""Proofs of kernels: each computes what its reference does, on this device.
+"""Proofs that each kernel computes what its reference does, on this device.
 
-A kernel is tried when it is first asked for, and not again by a process that is given
-what earlier ones found.
+A kernel is tried when it is first asked for. A process that has the verdicts of earlier
+processes does not try it again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class Verdicts(Protocol):
-    """What was found out about kernels on this device, by name."""
+    """Verdicts about kernels on this device, by name."""
 
     def get(self, name: str, /) -> bool | None:
-        """What this process or one before it found; ``None``: nothing."""
+        """The verdict of this process or an earlier one; ``None``: there is none."""
 
     def put(self, name: str, found: bool, /) -> None:
-        """Keep what was found."""
+        """Keep a verdict."""
 
 
 _kept: Verdicts | None = None
@@ -48,8 +48,8 @@ def holds(name: str, check: Callable[[], bool]) -> bool:
     """Whether a kernel runs on this device, and computes what it should.
 
     Args:
-        name: of the kernel and of all that it was compiled for.
-        check: runs it beside its reference.
+        name: the name of the kernel and of all that it was compiled for.
+        check: compares the kernel with its reference.
     """
     if kept(name):
         return True
@@ -64,12 +64,12 @@ def holds(name: str, check: Callable[[], bool]) -> bool:
 
 
 def kept(name: str) -> bool | None:
-    """What was found of a name before; ``None``: nothing."""
+    """The verdict that is kept for ``name``; ``None``: there is none."""
     return None if _kept is None else _kept.get(name)
 
 
 def keep(name: str, found: bool) -> None:
-    """Keep what was found, where that is asked for."""
+    """Keep a verdict, if :func:`kept_in` says where."""
     if _kept is not None:
         _kept.put(name, found)
 

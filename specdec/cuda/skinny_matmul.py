@@ -1,13 +1,12 @@
 """Products of few rows by a CUDA kernel of our own, launched as one node.
 
-A round multiplies each matrix by a handful of rows: one per sequence, or k + 1. Such a
-product is computed sooner than MLX's CUDA backend launches it: cuBLAS is captured call
-by call, which takes the host 15 to 20 microseconds, four times per layer. A kernel
-that MLX launches itself is one node of its graph.
+A round multiplies each matrix by a handful of rows: one per sequence, or k + 1.
+Computing such a product takes less time than launching it in MLX's CUDA backend: cuBLAS
+is captured call by call, which takes the host 15 to 20 microseconds, four times per
+layer. A kernel that MLX launches itself is one node of its graph.
 
 Each row is summed in an order that depends on the matrix alone. So a row's product has
-the same bits whatever is computed beside it: alone, in a batch, or as one of the tokens
-of a verification.
+the same bits alone, in a batch, or as one of the tokens of a verification.
 """
 
 from __future__ import annotations
@@ -35,25 +34,26 @@ from .kernels import (
 )
 from .proofs import holds
 
-# What the kernel is given: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS
-# rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
-# sooner, and longer than it takes to launch (benchmarks/results/skinny-h200.md).
+# Limits of the kernel: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS rows, up
+# to MOST_WORK products of two numbers. Beyond them, on one H200, cuBLAS is faster, and
+# it computes longer than it takes to launch (benchmarks/results/skinny-h200.md).
 MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 256, 2**25, 2**29
-# Rows at which both are timed, and up to which the faster one is taken.
+# Numbers of rows at which our kernel and MLX's are timed. Up to the last of them, the
+# faster kernel is taken.
 TIMED_ROWS = (1, 8, 32)
-# More tokens of a sequence at a time are a prompt's, whose number is always another.
+# More tokens of a sequence at a time are a prompt's, and prompts differ in length.
 MOST_TOKENS = 16
-# A warp reads so many columns of the matrix at a time, of so many of its rows. A tensor
-# core's product takes so many rows of x, a block at most WIDEST times as many.
+# A warp reads COLUMNS columns of ROWS rows of the matrix at a time. A tensor core's
+# product takes TILE rows of x, a block at most WIDEST times as many.
 COLUMNS, ROWS, TILE, WIDEST = 32, 16, 8, 8
 
-# out = x weight^T + bias; x is (..., K), M rows of it, weight (N, K). Where matrices
-# are joined, each one's product is an array of its own.
+# out = x weight^T + bias; x is (..., K) with M rows, weight (N, K). Where matrices are
+# joined, each product is written to its own array.
 #
 # A block computes 16 columns of the result, TILES times, for 8 * WIDE rows of x. Its
-# warps share K among themselves, 32 columns in turn, UNROLL of them in flight, and add
-# up what they found. In a tensor core's product (m16n8k16) the matrix's rows are the
-# 16 and those of x the 8. Which k is which does not matter as long as both agree: a
+# warps split K: each takes 32 columns in turn, with UNROLL turns in flight. They then
+# add up their sums. In a tensor core's product (m16n8k16) the 16 are rows of the matrix
+# and the 8 are rows of x. The order of k does not matter as long as both agree: a
 # thread reads 8 neighbours at once and hands 4 of them to each of two products.
 _SOURCE = """
   const int K = weight_shape[1], N = weight_shape[0];
@@ -123,8 +123,8 @@ _SOURCE = """
     }
 """
 # The turns of a block's warps. Eight neighbours are one load of 16 bytes, where both
-# arrays begin at a multiple of those: a view of one row need not, and MLX copies none
-# that has no gaps.
+# arrays begin at a multiple of 16 bytes. A view of one row may begin elsewhere, and MLX
+# does not copy a view without gaps.
 _TURNS = """
 for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
     // All are asked for before one is waited for, so that no branch may lie between.
@@ -198,8 +198,8 @@ def _kernel(dtype: mx.Dtype) -> Any:
 def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     """x (..., K) times weight (N, K) transposed, plus bias (N,): (..., N).
 
-    Summed in float32 and rounded once, the bias included. What it can compute, and
-    sooner than MLX, :func:`takes` says.
+    Each sum, bias included, is in float32 and rounded once. :func:`takes` says what it
+    can compute faster than MLX.
     """
     return parts(x, weight, bias, (weight.shape[0],))[0]
 
@@ -207,10 +207,10 @@ def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
 def parts(
     x: mx.array, weight: mx.array, bias: mx.array | None, ends: tuple[int, ...]
 ) -> list[mx.array]:
-    """The same for stacked matrices, each one's product an array of its own.
+    """The products with stacked matrices, each in its own array.
 
-    Parts of one array have rows with gaps between them, and some of what reads those
-    copies them first.
+    Parts of one array would have gaps between their rows, and some operations copy such
+    arrays first.
 
     Args:
         ends: the row of ``weight`` after which each matrix ends, up to three.
@@ -219,7 +219,7 @@ def parts(
     warps = _warps(*weight.shape)
     wide, tiles, unroll = _block(rows, warps)
     threads = 32 * warps
-    # An array that is no vector stands for no bias: a kernel less to compile.
+    # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = weight if bias is None else bias
     results: list[mx.array] = _kernel(x.dtype)(
         inputs=[x, weight, added, first_ends(ends)],
@@ -239,24 +239,26 @@ def parts(
 
 
 def _warps(rows: int, columns: int) -> int:
-    """Warps of a block, which share a row of the matrix: more of few, long ones.
+    """Warps of a block, which share a row of the matrix: more for few, long rows.
 
-    By the matrix alone, since the order in which a row is summed follows from it.
+    The number depends on the matrix alone, since it sets the order in which a row is
+    summed.
     """
     return 4 if rows >= 4 * columns else 16
 
 
 def _block(rows: int, warps: int) -> tuple[int, int, int]:
-    """WIDE, TILES and UNROLL of a block, for so many rows of x.
+    """WIDE, TILES and UNROLL of a block, for ``rows`` rows of x.
 
-    Those that were quick on one H200 (benchmarks/results/skinny-blocks-h200.md).
+    These were fast on one H200 (benchmarks/results/skinny-blocks-h200.md).
     """
     wide = 1
     while wide < WIDEST and wide * TILE < rows:
         wide *= 2
     if wide == 1:
         return 1, 1, 4
-    # Each tile of the matrix has rows of x read again, which take their registers.
+    # Each block reads its rows of x again, so two tiles of the matrix share them. The
+    # registers that this takes leave fewer turns in flight.
     if wide == 8:
         return (8, 2, 1) if warps == 4 else (4, 2, 2)
     return wide, 2, 2
@@ -322,7 +324,7 @@ class SkinnyLinear(nn.Linear):
         return product(x, weight, bias)
 
     def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
-        """Its product in parts, for stacked matrices, see :func:`parts`."""
+        """The product in parts, for stacked matrices, see :func:`parts`."""
         weight, bias = self["weight"], self.get("bias")
         if len(ends) > MOST_PARTS or not takes(x, weight, bias):
             usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
@@ -331,7 +333,7 @@ class SkinnyLinear(nn.Linear):
 
 
 class SkinnyEmbedding(nn.Embedding):
-    """An embedding whose product as an output layer is such a one."""
+    """An embedding that, as an output layer, computes few rows by the kernel."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits (..., V) of x (..., D)."""
@@ -355,7 +357,7 @@ def take_few_rows(model: nn.Module) -> None:
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
-    """What :func:`take_few_rows` asks for: a proof for each type of weights."""
+    """The proofs that :func:`take_few_rows` asks for: one for each type of weights."""
     types = {layer["weight"].dtype for _, layer in _layers(model)}
     return [partial(proven, dtype) for dtype in TYPES if dtype in types]
 
@@ -370,7 +372,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def proven(dtype: mx.Dtype) -> bool:
     """Whether the kernels for a type run on this device, and compute what MLX does.
 
-    Every one that can be launched is tried: for matrices of either kind (see
+    Every kernel that can be launched is tried: for matrices of either kind (see
     :func:`_warps`), whose rows are longer than all warps' first turn, each block (see
     :func:`_block`), with and without a bias, whole and in parts, and for an array that
     begins where 16 bytes cannot be loaded at once.
@@ -397,7 +399,7 @@ def _agrees(
     """Whether one of the kernels computes what MLX does.
 
     Args:
-        offset: numbers before x in its memory; of more than none there is one row.
+        offset: numbers before x in its memory; with an offset, x has one row.
     """
     shapes = [(columns, 544), (1 if offset else rows, 544 + offset)]
     w, x = (
@@ -413,5 +415,5 @@ def _agrees(
     for ends in ((24, columns), (8, 11, columns)):
         found.append(mx.concatenate(parts(x, w, added, ends), axis=-1))
     off = (mx.abs(one.astype(mx.float32) - exact).max() for one in found)
-    # Not the other way round: NaN is no agreement.
+    # Compared this way round, NaN is no agreement.
     return all((o <= 0.01 * mx.abs(exact).max()).item() for o in off)

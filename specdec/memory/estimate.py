@@ -27,13 +27,13 @@ class Estimate:
     """The memory of a batch of equal rows, and what else would fit.
 
     Args:
-        plan: of the run, with keys and values as ``kv_bits`` says.
-        context: tokens of each row, prompt and generated; nearly all of them are
-            taken for the prompt, which needs most.
+        plan: the plan of the run, with keys and values as ``kv_bits`` says.
+        context: tokens of each row, prompt and generated. All but one count as the
+            prompt, which needs most memory.
         batch: rows.
-        limit: what the device has; ``None``: unknown.
-        plan_with_bits: the plan with keys and values in so many bits (``None``: as
-            they are), or ``None`` where the models refuse it.
+        limit: bytes that the device has; ``None``: unknown.
+        plan_with_bits: makes the plan with keys and values in a number of bits
+            (``None``: as they are); returns ``None`` if the models refuse it.
         choosing: as in :class:`RowNeeds`.
         context_length: positions that the target can serve; ``None``: unknown.
         kv_bits: bits of keys and values; ``None``: not quantized.
@@ -56,7 +56,7 @@ class Estimate:
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """The moments of the run that need most."""
+        """The moments of the run, each at its peak."""
         return self.plan.moments(self._rows(self.batch, self.context))
 
     @property
@@ -66,7 +66,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is within the limit; ``None`` without one."""
+        """Whether :attr:`total` is within the limit; ``None`` without a limit."""
         return None if self.limit is None else self.total <= self.limit
 
     def largest_context(self) -> int:
@@ -89,7 +89,7 @@ class Estimate:
         )
 
     def suggested_kv_bits(self) -> int | str | None:
-        """Bits for keys and values: the most with which it fits.
+        """The most bits for keys and values with which the run fits.
 
         Returns:
             ``"as they are"``, 8 or 4; ``None`` when none fits.
@@ -102,10 +102,11 @@ class Estimate:
         return None
 
     def suggested_weight_bits(self) -> int | str | None:
-        """Bits for the target's weights, all else as it is.
+        """Bits for the target's weights, with all else unchanged.
 
         Returns:
-            ``"as they are"`` where it fits, the most that would fit, or ``None``.
+            ``"as they are"`` if the run fits, else the most bits that would fit, or
+            ``None``.
         """
         if self.fits:
             return "as they are"

@@ -1,8 +1,8 @@
 """Bytes of caches and weights, from their shapes alone.
 
-Each formula is that of the arrays which are allocated: keys and values are held
-per layer, row, head and slot (specdec/cache/storage.py), packed ones as
-``mx.quantize`` lays them out, a scale and a bias for each group.
+Each formula counts the arrays that are allocated. Keys and values are held per layer,
+row, head and slot (specdec/cache/storage.py). Packed ones have the layout of
+``mx.quantize``, with a scale and a bias for each group.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def kv_cache_bytes(
     ``layers * 2 * kv_heads * head_dim * elem_bytes * round_up(ctx_len, 256) * batch``
 
     Args:
-        num_layers: layers that hold a cache (of layers that share keys and
-            values, only those that own them).
+        num_layers: layers that hold a cache (if layers share keys and values, only
+            their owners).
         num_kv_heads: heads of keys and values, not of queries.
         head_dim: size of one head.
         elem_bytes: bytes of one element: 2 for 16 bits, or
@@ -48,13 +48,13 @@ def kv_cache_bytes(
 def quantized_elem_bytes(
     bits: int, group_size: int = 64, *, scale_bytes: int = 2
 ) -> float:
-    """Bytes of one quantized element, its share of a scale and a bias included.
+    """Bytes of one quantized element, including its share of a scale and a bias.
 
     ``(bits + 2 * 8 * scale_bytes / group_size) / 8``: 4 bits in groups of 64 with
     16-bit scales take 0.5625, 8 bits 1.0625.
 
     Args:
-        scale_bytes: of one scale, and of one bias: the size of the elements before.
+        scale_bytes: bytes of one scale or bias, which is the size of a dense element.
     """
     return bits / 8 + 2 * scale_bytes / group_size
 
@@ -67,7 +67,7 @@ def logits_bytes(
 
 
 def weight_bytes(num_parameters: float, bits: int, group_size: int = 64) -> int:
-    """Weights in ``bits`` bits; fewer than 16 with 16-bit scales and biases."""
+    """Bytes of weights in ``bits`` bits; below 16, with 16-bit scales and biases."""
     if bits >= 16:
         return round(num_parameters * bits / 8)
     return round(num_parameters * quantized_elem_bytes(bits, group_size))
@@ -83,10 +83,10 @@ def recommend_quantization(
     """The most bits per weight, of 16, 8 and 4, that fit beside keys and values.
 
     Args:
-        num_parameters: of the model.
-        memory_bytes: what the device has for weights, keys and values.
-        kv_bytes: of keys and values, for the context and batch wanted; 2 GiB
-            when that is not known.
+        num_parameters: parameters of the model.
+        memory_bytes: bytes that the device has for weights, keys and values.
+        kv_bytes: bytes of keys and values for the wanted context and batch; ``None``,
+            if unknown, counts as 2 GiB.
         group_size: weights that share a scale.
 
     Returns:

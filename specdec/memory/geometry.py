@@ -18,15 +18,15 @@ class CacheGeometry:
     """One cache of one layer.
 
     Args:
-        slot_bytes: of one token of one row: key and value of every head, packed
-            with their scales and biases where they are quantized. 0 where the
-            model never writes to it.
+        slot_bytes: bytes of one token of one row: key and value of every head, packed
+            with their scales and biases if they are quantized. 0 if the model never
+            writes to the cache.
         window: tokens that a query sees in a ring (sinks not counted), or a
             chunk; ``None``: everything.
         keep: first tokens that a ring never drops.
-        state_bytes: of one row, however long it is: a recurrent layer's states.
-        held_bytes: of one token of a round: inputs of a recurrent layer, which are held
-            to take tokens back.
+        state_bytes: bytes of a recurrent layer's states for one row of any length.
+        held_bytes: bytes per token of a round: inputs of a recurrent layer, which are
+            held to take tokens back.
     """
 
     slot_bytes: int
@@ -54,26 +54,28 @@ class CacheGeometry:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGeometry:
-    """A model's weights, its caches, and what a forward holds beside them.
+    """A model's weights, its caches, and what a forward holds besides them.
 
     Args:
         name: for messages.
-        num_parameters: of the model, however they are packed.
-        weight_bytes: of all weights as the run holds them.
+        num_parameters: parameters of the model, however they are packed.
+        weight_bytes: bytes of all weights as the run holds them.
         caches: in the order in which the model uses them.
-        dense_caches: the same before they are quantized, where rows are quantized
-            when they are long (``quantized_kv_start``); else empty.
-        vocab_size: logits of one position.
-        elem_bytes: of one logit.
-        token_bytes: activations of one token.
-        score_bytes: attention scores and masks of one token and one cached column.
-        pair_bytes: of two tokens of a row in one part of a scan (:data:`SCAN_PART`).
-        column_bytes: copies that attention makes of one cached column of a row.
-        loading_bytes: most that is held while the model is loaded, its weights
-            included; 0 when it is loaded already.
-        feature_bytes: of the target's hidden states of one token that it reads, where
-            it is a draft head: recorded, joined and normed.
-        proposes_blocks: whether one forward of it computes all proposals' logits.
+        dense_caches: the same caches before they are quantized, if rows are quantized
+            once they are long (``quantized_kv_start``); else empty.
+        vocab_size: number of logits of one position.
+        elem_bytes: bytes of one logit.
+        token_bytes: bytes of the activations of one token.
+        score_bytes: bytes of attention scores and masks per token and cached column.
+        pair_bytes: bytes per pair of tokens of a row in one part of a scan
+            (:data:`SCAN_PART`).
+        column_bytes: bytes of the copies that attention makes of one cached column of a
+            row.
+        loading_bytes: the most bytes held while the model is loaded, including its
+            weights; 0 if it is loaded already.
+        feature_bytes: for a draft head, bytes of the target's hidden states of one
+            token that it reads: recorded, joined and normed.
+        proposes_blocks: whether one forward computes the logits of all proposals.
     """
 
     name: str
@@ -104,15 +106,15 @@ class ModelGeometry:
         """Bytes that each cache has allocated for ``rows`` rows.
 
         Args:
-            length: tokens of the longest row, those written and taken back included.
-            max_length: most that a row can hold, as the caches were made for.
-            max_write: most tokens of one write, as rings were made for.
-            dense: before they are quantized.
+            length: tokens of the longest row, including tokens that were taken back.
+            max_length: the most tokens of a row that the caches were made for.
+            max_write: the most tokens of one write that rings were made for.
+            dense: count the caches as they are before they are quantized.
             takes_back: whether tokens are taken back in rounds.
         """
         states = STATE_COPIES - (not takes_back)
         caches = self.dense_caches if dense else self.caches
-        # Layers of a model are of few kinds.
+        # A model has few kinds of layers.
         sizes = {
             c: rows
             * (
@@ -125,7 +127,7 @@ class ModelGeometry:
         return [sizes[c] for c in caches]
 
     def held_bytes(self, rows: int, tokens: int) -> int:
-        """What recurrent layers hold of a round of so many tokens per row."""
+        """Bytes that recurrent layers hold of a round of ``tokens`` tokens per row."""
         return rows * tokens * sum(c.held_bytes for c in self.caches)
 
     def columns(self, length: int, *, max_write: int, read_bucket: int) -> int:
@@ -134,10 +136,10 @@ class ModelGeometry:
         return max((c.columns(extent, max_write) for c in self.caches), default=0)
 
     def workspace_bytes(self, rows: int, tokens: int, columns: int) -> int:
-        """The most bytes that a forward holds beside weights, caches and logits.
+        """The most bytes that a forward holds besides weights, caches and logits.
 
         Args:
-            rows: of the batch.
+            rows: rows of the batch.
             tokens: how many tokens each row feeds.
             columns: how many keys each row has, its newest included.
         """

@@ -11,7 +11,7 @@ from .formulas import logits_bytes
 from .geometry import ModelGeometry
 from .sampling_memory import GREEDY, Choosing, choosing_bytes
 
-# A search for what fits ends here, beyond any model's positions.
+# A search for the largest context ends here, beyond any model's positions.
 MAX_CONTEXT = 1 << 22
 
 PARTS = (
@@ -65,22 +65,25 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """A run's memory, before it begins.
+    """The memory of a run, computed before it begins.
 
-    The figures are upper bounds of ``mx.get_peak_memory()``: rows are taken to be as
-    long as they may become, all at once, and to have joined together. What MLX holds
-    back for reuse (``mx.get_cache_memory()``) is not counted: it gives that up when
-    memory runs short.
+    The figures are upper bounds of ``mx.get_peak_memory()``: they assume that all rows
+    join together and reach their full lengths at once. What MLX holds for reuse
+    (``mx.get_cache_memory()``) is not counted: MLX gives that up when memory runs
+    short.
 
     Args:
         target, draft: the models; without a draft ``num_draft_tokens`` is 0.
-        num_draft_tokens: k, tokens proposed in a round, at most.
-        pauses: whether rounds may draft nothing, which the draft has to catch up with.
+        num_draft_tokens: k, the most tokens proposed in a round.
+        pauses: whether rounds may draft nothing, so that the draft has to catch up
+            later.
         prefill_step_size: prompt tokens per row in one forward.
-        backend: how it shapes rounds.
-        quantized_kv_start: tokens from which on caches are packed, if they are.
-        prefix_bytes: of prefixes that are kept in memory beside the rows.
-        lookup_bytes: of what n-grams are looked up in, and of looking.
+        backend: how the backend shapes rounds.
+        quantized_kv_start: tokens of a row from which on caches are packed, if they
+            ever are.
+        prefix_bytes: bytes of prefixes that are kept in memory besides the rows.
+        lookup_bytes: bytes of the tokens that n-grams are looked up in, and of the
+            look-up.
     """
 
     target: ModelGeometry
@@ -140,8 +143,7 @@ class MemoryPlan:
         parts, inputs = self._weights(), 0
         for name, model in self._models():
             held, width, writes = length, self._wide, self._wide
-            # A draft takes in what it missed in pieces; with static shapes the last
-            # one is padded.
+            # A draft catches up in pieces; with static shapes the last piece is padded.
             if name == "draft" and self.pauses:
                 held += CATCH_UP_STEP if self.backend.static_shapes else 0
                 width = max(width, min(CATCH_UP_STEP, held))
@@ -167,7 +169,7 @@ class MemoryPlan:
         return Moment("decoding", self._with_others(parts))
 
     def _features(self, rows: int, tokens: int) -> int:
-        """Hidden states of the target that the draft reads of a forward."""
+        """Bytes of the target's hidden states that the draft reads after a forward."""
         return rows * tokens * self.draft.feature_bytes if self.draft else 0
 
     def _add(
@@ -182,8 +184,8 @@ class MemoryPlan:
     ) -> None:
         """Add a model's caches, and what a forward of ``width`` tokens a row holds."""
         parts[f"{name} KV cache"] = sum(self._layers(model, rows, length, max_write))
-        # Caches grow a layer at a time, beside its old arrays; rings are as large
-        # then as prefill has made them.
+        # Caches grow one layer at a time, while its old arrays are still held. Rings
+        # then have the size that prefill gave them.
         layer = max(self._layers(model, rows, length, self._max_write), default=0)
         columns = model.columns(
             length, max_write=max_write, read_bucket=self.backend.read_bucket
@@ -193,8 +195,8 @@ class MemoryPlan:
             parts[part] = max(parts.get(part, 0), size)
 
     def _calibration(self, num_rows: int) -> Moment:
-        """Measuring costs before the first round, at so many rows."""
-        # With one row where time grows with tokens. Two runs overlap.
+        """Measuring costs before the first round, at ``num_rows`` rows."""
+        # One row is measured where time grows with tokens. Two runs overlap.
         num_rows = 1 if self.backend.costs_by_token else num_rows
         ahead = replace(self, backend=replace(self.backend, costs_by_token=False))
         rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
@@ -223,7 +225,7 @@ class MemoryPlan:
 
     @property
     def _wide(self) -> int:
-        """The same with padding: what a ring must be able to undo."""
+        """The same with padding, which a ring must be able to undo."""
         return self._round + self.backend.pad_single_token
 
     @property
@@ -273,7 +275,8 @@ class MemoryPlan:
         now = sizes(length, dense=False)
         if not model.dense_caches:
             return now
-        # Dense until the longest row has this many, checked between two writes.
+        # Caches are dense until the longest row has this many tokens, which is checked
+        # between two writes.
         most = min(length, self.quantized_kv_start - 1 + self._max_write)
         return max(now, sizes(most, dense=True), key=sum)
 

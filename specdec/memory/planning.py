@@ -44,7 +44,8 @@ UNDER_WAY = 10
 # Copies of what a recurrent layer holds for a token, in a scan that goes token by
 # token, and in one that scores tokens in pairs.
 SCAN_COPIES = 3, 5
-# Of what a draft head reads of the target: as it is recorded, joined, and normed.
+# Copies of the target's hidden states that a draft head reads: recorded, joined, and
+# normed.
 FEATURE_COPIES = 3
 
 
@@ -62,7 +63,7 @@ def plan_memory(
     Args:
         drafts: whether anything proposes; ``None``: a draft model does, if there
             is one.
-        lookup_bytes: what it takes to look n-grams up.
+        lookup_bytes: bytes that looking n-grams up takes.
 
     Raises:
         UnsupportedModelError: the batch caches cannot serve a model.
@@ -78,7 +79,7 @@ def plan_memory(
     ]
     planned = None
     if draft is not None and k:
-        # It may share weights with its target.
+        # The draft may share weights with its target.
         lent = {id(array) for _, array in arrays_of(target.model)}
         arrays = {id(array): array for _, array in arrays_of(draft.model)}
         own = sum(array.nbytes for i, array in arrays.items() if i not in lent)
@@ -165,7 +166,7 @@ def geometry_of(
 
 
 def _features(model: nn.Module) -> int:
-    """Numbers of the target's hidden states of one token that a draft head reads."""
+    """How many numbers of the target's hidden states a draft head reads per token."""
     if not isinstance(model, DraftHead):
         return 0
     return len(model.args.target_layers) * model.args.target_size
@@ -198,10 +199,10 @@ def _per_slot(cache: BatchCache, nbytes: int) -> int:
 
 
 def _copied_bytes(caches: Sequence[BatchCache]) -> int:
-    """What attention copies of a column of packed keys and values.
+    """Bytes that attention copies per column of packed keys and values.
 
-    Kernels want one layer's contiguous. Where they are unpacked, several layers'
-    unpacked ones are held.
+    Kernels need one layer's columns contiguous. Where columns are unpacked, the
+    unpacked columns of several layers are held.
     """
     packed = [c for c in caches if hasattr(c, "packing")]
     unpacked = sorted(_per_slot(c, c.unpacked_nbytes) for c in caches)
@@ -216,7 +217,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _count(layer: Any) -> int:
-    """Parameters of a layer; scales and biases of a packed one are none."""
+    """Parameters of a layer, without the scales and biases of a packed layer."""
     if not hasattr(layer, "bits"):
         return sum(array.size for _, array in arrays_of(layer))
     bias = layer.bias.size if "bias" in layer else 0
@@ -230,7 +231,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 def _layer_width(model: nn.Module, config: Mapping[str, Any]) -> int:
     """Outputs of all projections of the widest layer for one token.
 
-    Of experts only of those that a token uses, and what is gathered for them.
+    Only the experts that a token uses count, with the inputs gathered for them.
     """
     active = _number(
         config,

@@ -1,4 +1,4 @@
-"""What choosing tokens holds beside the logits themselves."""
+"""Computes the memory that choosing tokens takes besides the logits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from .formulas import logits_bytes
 
-#: Copies in float32 of all logits of a round, and of those of one position, that
-#: each step holds at most. Measured with MLX's CPU backend, steps one by one and
-#: together, in float32 and bfloat16, for 1, 2, 4 and 8 positions, and rounded up.
+#: The most float32 copies of all logits of a round, and of one position's logits, that
+#: each step holds. Measured with MLX's CPU backend, steps one by one and together, in
+#: float32 and bfloat16, for 1, 2, 4 and 8 positions, and rounded up.
 COPIES = {
     "noise": (3, 0),
     "top_p": (6, 0),
@@ -24,10 +24,10 @@ COPIES = {
     "grammar": (1, 0),
     "logprobs": (2, 1),
     "top_logprobs": (1, 0),
-    # What draft and target draw from, and what the one leaves of the other.
+    # What draft and target draw from, and the residual of the two.
     "ratio": (5, 3),
 }
-#: The same, where filters take some rows out and put them back.
+#: The same for filters that take some rows out and put them back.
 APART = (5, 0)
 
 
@@ -37,17 +37,17 @@ class Choosing:
 
     Args:
         steps: keys of :data:`COPIES` that are computed once for all rows.
-        filter: such keys, each with its settings, that are computed for the rows
-            of equal ones alone.
+        filter: such keys with their settings, computed separately for each group of
+            rows with equal ones.
     """
 
     steps: frozenset[str] = frozenset()
     filter: frozenset[tuple[str, Hashable]] = frozenset()
 
 
-#: The largest logit is all that is looked for.
+#: Only the largest logit is looked for.
 GREEDY = Choosing()
-#: A temperature with the usual filters, where nobody says which.
+#: A temperature with the usual filters, for when they are not known.
 FILTERED = Choosing(
     frozenset({"noise"}), frozenset({("top_p", 0), ("min_p", 0), ("top_k", 0)})
 )
@@ -56,7 +56,7 @@ FILTERED = Choosing(
 def choosing_bytes(
     rows: Collection[Choosing], num_draft_tokens: int, vocab_size: int
 ) -> int:
-    """Most bytes that choosing the tokens of a round holds beside the logits."""
+    """The most bytes that choosing the tokens of a round holds besides the logits."""
     steps = {name for row in rows for name in row.steps}
     copies = [(COPIES[name], len(rows)) for name in steps]
     copies += [(COPIES[name], 1) for row in rows for name, _ in row.filter]

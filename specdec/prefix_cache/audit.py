@@ -1,4 +1,4 @@
-"""A folder of entries from outside: what is in it, whether it is sound. No mlx here."""
+"""Lists and checks the entries of a folder. This module needs no mlx."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Holdings:
 class Audit:
     """What a folder holds.
 
-    ``damaged`` says of names why they are of no use.
+    ``damaged`` says for each unusable file, by name, what is wrong.
     """
 
     sound: list[File] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Audit:
         return sum(file.nbytes for file in self.sound)
 
     def holdings(self, folder: Path) -> list[Holdings]:
-        """The sound entries by signature, the one used last first."""
+        """The sound entries by signature, the most recently used first."""
         found: dict[str, Holdings] = {}
         for file in self.sound:
             each = found.setdefault(
@@ -58,7 +58,7 @@ def audit(folder: Path, *, contents: bool = False) -> Audit:
     """Look at every entry of ``folder``.
 
     Args:
-        contents: read all of each, and compare with its digest.
+        contents: read each file whole and compare it with its digest.
 
     Raises:
         OSError: the folder cannot be read.
@@ -86,10 +86,10 @@ def audit(folder: Path, *, contents: bool = False) -> Audit:
 
 
 def remove(folder: Path, names: list[str]) -> dict[str, str]:
-    """Remove entries, and what crashes have left.
+    """Remove entries, and temporary files that crashes have left.
 
     Returns:
-        The names that are still there, and why.
+        Names that could not be removed, and why.
     """
     kept: dict[str, str] = {}
     for name in names:

@@ -1,7 +1,7 @@
 """The disk tier: an index of a folder's entries, reading, writing, a byte budget.
 
-The folder is the truth, and may be shared by processes: the index is brought up
-to date from its names before each look-up and after each write. No mlx here.
+The folder is the source of truth, and processes may share it. The index is updated from
+its file names before each look-up and after each write. This module needs no mlx.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Files = dict[Kind, File]
 
 @dataclass(frozen=True)
 class Job:
-    """An entry to write: a whole file. ``parent`` is ``None`` where it is the first."""
+    """An entry to write: a whole file. ``parent`` is ``None`` for a first entry."""
 
     kind: Kind
     place: str
@@ -51,11 +51,11 @@ class Job:
 class DiskTier:
     """Entries in a folder.
 
-    Nothing here raises for what is wrong with the folder or its files: it is
-    logged as a warning, and the prompt is prefilled as usual.
+    A fault of the folder or its files raises no error: it is logged as a warning, and
+    the prompt is prefilled as usual.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it is missing.
         budget: bytes of all entries; the least recently used are removed.
     """
 
@@ -65,28 +65,28 @@ class DiskTier:
         self._tree: Final[RadixTree[Files]] = RadixTree()
         self._nodes: Final[dict[str, Node[Files]]] = {}  # by place
         self._known: Final[dict[str, File]] = {}  # by name
-        self._orphans: Final[dict[str, int]] = {}  # their bytes
+        self._orphans: Final[dict[str, int]] = {}  # bytes by name
         self._left: Final[set[str]] = set()  # damaged, and could not be removed
         self._queued: Final[set[tuple[Kind, str]]] = set()
         self._lock: Final = threading.RLock()
         self._warned: Final[set[str]] = set()
         self._given_up: Final = threading.Event()
         self._made: Final = self._make_folder()
-        # The thread outlives a tier that is let go of while files are queued, and keeps
-        # the budget all the same: with a twin, which shares all that is above.
+        # The thread outlives a tier that is dropped while files are queued. It still
+        # keeps to the budget, with a copy of the tier that shares all state above.
         self._writer: Final = _Writer(copy.copy(self))
         weakref.finalize(self, self._writer.close)  # at exit, too
         self.refresh()
 
     def _make_folder(self) -> bool:
-        """Whether there is a folder; if not it is neither read nor written."""
+        """Create the folder; return whether it exists. If not, it is not used."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             self._warn(f"cannot be made ({error.strerror}): nothing is stored there")
             return False
         with suppress(OSError):
-            # A folder that holds something else as well stays as it is.
+            # The mode of a folder that also holds other files is left as it is.
             names = os.listdir(self.folder)
             if all(is_entry(name) or is_temporary(name) for name in names):
                 _make_private(self.folder, 0o700)
@@ -106,7 +106,7 @@ class DiskTier:
     # -- the index -----------------------------------------------------------
 
     def refresh(self) -> None:
-        """Learn what was added and removed, here or by another process."""
+        """Update the index: this or another process may have added or removed files."""
         if not self._made:
             return
         with self._lock:
@@ -135,7 +135,7 @@ class DiskTier:
             path = self.folder / name
             try:
                 file = read_header(path)
-                if file.nbytes > self.budget:  # else all others would make room for it
+                if file.nbytes > self.budget:  # else it would evict all others
                     self._unlink(name)
                     continue
                 found.append((path.stat().st_mtime, file))
@@ -143,7 +143,7 @@ class DiskTier:
             except DamagedError as error:
                 self._remove_damaged(name, error)
             except FileNotFoundError:
-                pass  # somebody was quicker
+                pass  # another process removed it
             except OSError as error:
                 self._warn_once(f"{name} cannot be read ({error.strerror})")
         waiting = {}
@@ -153,7 +153,7 @@ class DiskTier:
         before = set(self._orphans)
         self._orphans.clear()
         for name, nbytes in waiting.items():
-            if name in before:  # not there the last time, either
+            if name in before:  # its parent was missing last time, too
                 self._unlink(name)
             else:
                 self._orphans[name] = nbytes
@@ -162,7 +162,7 @@ class DiskTier:
                 self._tree.touch(self._nodes[file.place])
 
     def _attach(self, file: File) -> bool:
-        """Put a file into the tree; not without what it stands on."""
+        """Put a file into the tree; return false if its parent is missing."""
         path: tuple[Hashable, ...] = (file.signature,)
         if not file.is_first:
             parent = self._nodes.get(file.parent)
@@ -171,7 +171,7 @@ class DiskTier:
             path = parent.path()
         node = self._nodes.get(file.place)
         files = dict(node.value or {}) if node is not None else {}
-        if file.kind in files:  # the same, written by two processes at once
+        if file.kind in files:  # two processes wrote the same at once
             self._unlink(file.name)
             return True
         files[file.kind] = file
@@ -204,11 +204,11 @@ class DiskTier:
     # -- reading -------------------------------------------------------------
 
     def find(self, path: tuple[Hashable, ...]) -> tuple[int, list[tuple[File, int]]]:
-        """Follow (signature, token, token, ...).
+        """Look up the path (signature, token, token, ...).
 
         Returns:
-            The tokens shared with some stored path, and what
-            :func:`~specdec.prefix_cache.entries.reached` gives.
+            The number of tokens shared with a stored path, and the entries of
+            :func:`~specdec.prefix_cache.entries.reached`.
         """
         with self._lock:
             match = self._tree.match(path)
@@ -232,7 +232,7 @@ class DiskTier:
             self._warn(f"{file.name} cannot be read ({error.strerror})")
         else:
             with suppress(OSError):
-                os.utime(path)  # others see what was used, too
+                os.utime(path)  # other processes see the use, too
             with self._lock:
                 if file.name in self._known:
                     self._tree.touch(self._nodes[file.place])
@@ -241,7 +241,7 @@ class DiskTier:
         return None
 
     def reject(self, file: File, error: DamagedError) -> None:
-        """Remove an entry whose contents turned out to be of no use."""
+        """Remove an entry whose contents turned out to be unusable."""
         with self._lock:
             self._remove_damaged(file.name, error)
         self._lose(file)
@@ -254,17 +254,17 @@ class DiskTier:
     # -- writing -------------------------------------------------------------
 
     def has(self, kind: Kind, place: str) -> bool:
-        """Whether there is such an entry, or will be."""
+        """Whether there is such an entry, or one is queued."""
         with self._lock:
             node = self._nodes.get(place)
             there = node is not None and kind in (node.value or {})
             return there or (kind, place) in self._queued
 
     def takes(self, kind: Kind, place: str, parent: str | None) -> bool:
-        """Whether an entry is wanted: it is not there, and what it stands on is.
+        """Whether an entry is wanted: it is missing, but its parent is not.
 
         Args:
-            parent: the place where it begins; ``None`` for the first one.
+            parent: the place where it begins; ``None`` for a first entry.
         """
         if not self._made or self._given_up.is_set():
             return False
@@ -273,7 +273,7 @@ class DiskTier:
             return below and not self.has(kind, place)
 
     def write(self, job: Job) -> None:
-        """Have a whole file written in the background."""
+        """Queue a whole file to be written in the background."""
         if len(job.data) > self.budget:
             return
         with self._lock:
@@ -283,33 +283,33 @@ class DiskTier:
         self._writer.put(job)
 
     def flush(self) -> None:
-        """Wait for what is being written."""
+        """Wait until all queued files are written."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is queued; nothing more after that."""
+        """Write all queued files and end the writer's thread."""
         self._writer.close()
 
     def store(self, job: Job) -> None:
-        """Write a file, in the writer's thread; an error ends that for good."""
+        """Write a file, in the writer's thread; after an error no more are written."""
         if self._given_up.is_set():
             return
         try:
             with self._lock:
                 there = job.parent is None or job.parent in self._nodes
-            if there:  # else it had to leave again
+            if there:  # else the parent was evicted again
                 write_entry(self.folder, job.kind, job.place, job.data)
             with self._lock:
                 if there:
                     self.refresh()
-                if there and self._orphans:  # counted, and may be gone for good now
+                if there and self._orphans:  # they fill the budget: remove them
                     self.refresh()
                 self._queued.discard((job.kind, job.place))
-        except Exception as error:  # whatever it is, no run may wait for this thread
+        except Exception as error:  # of any kind: no run may hang on this thread
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        with self._lock:  # what comes after may stand on what is missing
+        with self._lock:  # later entries may need the missing one
             self._given_up.set()
             self._queued.clear()
         reason = (isinstance(error, OSError) and error.strerror) or repr(error)
@@ -327,7 +327,7 @@ class DiskTier:
             self._warn(f"{name} is not used: {error}")
 
     def _unlink(self, name: str) -> bool:
-        """Remove a file; whether that was possible."""
+        """Remove a file; return whether that was possible."""
         with suppress(OSError):
             (self.folder / name).unlink(missing_ok=True)
             return True
@@ -343,13 +343,13 @@ class DiskTier:
 
 
 class _Writer:
-    """Has entries written in the background, in the order in which they were given.
+    """Writes entries in the background, in the order in which they were queued.
 
-    Who gives more than the queue takes waits: nothing is dropped, and memory stays
+    :meth:`put` waits while the queue is full: nothing is dropped, and memory stays
     bounded.
 
     Args:
-        tier: writes; the thread keeps it alive.
+        tier: does the writing; the thread keeps it alive.
     """
 
     def __init__(self, tier: DiskTier):
@@ -367,7 +367,7 @@ class _Writer:
         self._jobs.put(job)
 
     def flush(self) -> None:
-        """Wait until everything that was given is written, or given up."""
+        """Wait until every queued entry is written or given up."""
         self._jobs.join()
 
     def close(self) -> None:
@@ -380,13 +380,13 @@ class _Writer:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._tier.store(job)
-            job = None  # a whole file: not to be held while waiting
+            job = None  # holds a whole file: free it before waiting
             self._jobs.task_done()
         self._jobs.task_done()
 
 
 def _make_private(path: Path, mode: int) -> None:
-    """Let nobody else read it: entries show which tokens they are of."""
-    with suppress(OSError):  # it is somebody else's
+    """Let nobody else read ``path``: entries reveal their tokens."""
+    with suppress(OSError):  # another user owns it
         if path.stat().st_mode & 0o077:
             path.chmod(mode)

@@ -1,10 +1,10 @@
-"""What is kept of a prefix, as both tiers know it, and which of it serves a prompt.
+"""Entries of both tiers, and the choice of entries that serve a prompt.
 
-Two kinds. A *block* holds, of every linear cache, the columns of the tokens
-``start .. end - 1``; it serves any prefix that ends within it, by slicing. A
-*ring* holds the rings of every ring cache as they are after ``end`` tokens; it
-serves that end, and the ``slack`` ends before it, for which it still holds the
-window. No mlx here.
+There are two kinds. A *block* holds the columns of the tokens ``start .. end - 1`` of
+every linear cache. It serves any prefix that ends within it, by slicing. A *ring* holds
+the rings of every ring cache as they are after ``end`` tokens. It serves that end, and
+the ``slack`` ends before it, for which it still holds the window. This module needs no
+mlx.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .radix import Match
 Kind = Literal["block", "ring"]
 KINDS: tuple[Kind, ...] = ("block", "ring")
 
-# One of the nearest entries after a point has its block; rings may be further.
+# Entries to look at beneath a point: one of the nearest has its block; rings may lie
+# deeper.
 _BENEATH = 64
 
 
@@ -53,9 +54,8 @@ def plan(found: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E
     """The longest prefix that entries serve.
 
     Args:
-        found: entries, each with the number of tokens that it shares with the
-            prompt, counted from the first token on. Of those that serve equally
-            well the first is taken.
+        found: entries, each with the number of first tokens that it shares with the
+            prompt. The first of equally good entries is taken.
         linear, rings: which kinds of caches the model has; one or both.
     """
     found = list(found)
@@ -77,7 +77,7 @@ def plan(found: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E
 
 
 def chained(found: Iterable[tuple[E, int]]) -> tuple[int, list[E]]:
-    """How far blocks follow each other from the first token on, and which."""
+    """How many first tokens blocks hold without a gap, and those blocks."""
     best: dict[int, tuple[int, E]] = {}
     for entry, shared in found:
         end = min(shared, entry.end)
@@ -94,11 +94,11 @@ def chained(found: Iterable[tuple[E, int]]) -> tuple[int, list[E]]:
 
 
 def reached(match: Match[dict[Kind, E]]) -> Iterator[tuple[E, int]]:
-    """Entries that a tier has along a path, each with the tokens that it shares.
+    """Entries of a tier along a path, each with the number of tokens it shares.
 
-    Paths are (signature, token, token, ...); the entries that end at a place are
-    its node's value. After the point where the path leaves the tree, every entry
-    shares as much as the next, and only the nearest are looked at.
+    Paths are (signature, token, token, ...); the entries that end at a place are its
+    node's value. Beneath the point where the path leaves the tree, all entries share
+    equally many tokens, and only the nearest are looked at.
     """
     for node in match.passed:
         for entry in (node.value or {}).values():
@@ -111,12 +111,12 @@ def reached(match: Match[dict[Kind, E]]) -> Iterator[tuple[E, int]]:
 
 
 def block_start(end: int, block_size: int) -> int:
-    """Where the block that ends with ``end`` tokens begins."""
+    """The start of the block that ends after ``end`` tokens."""
     return (end - 1) // block_size * block_size
 
 
 def salted(signature: str, salt: str | None) -> str:
-    """What the entries of requests with a salt begin with: their own signature."""
+    """The signature of entries with ``salt``; ``signature`` itself without one."""
     if salt is None:
         return signature
     text = f"{signature} salt {salt}"
@@ -124,10 +124,10 @@ def salted(signature: str, salt: str | None) -> str:
 
 
 def place_key(parent: str, tokens: Sequence[int | str]) -> str:
-    """The name of a place: a hash of the one before it and of the tokens between.
+    """The name of a place: a hash of its parent's name and the tokens between.
 
-    The first parent is the signature of the model, so that a key names all
-    tokens up to a place, and the model.
+    The first parent is the model's signature, so that a key identifies the model and
+    all tokens up to the place.
     """
     text = f"{parent} {' '.join(map(str, tokens))}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]

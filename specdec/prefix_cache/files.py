@@ -1,9 +1,9 @@
-"""Entries as files: their names, and what their headers say.
+"""Entries as files: their names and headers.
 
 A file is a safetensors container, ``KIND-PLACE-DIGEST.safetensors``. PLACE is the
 hash of the signature and all tokens (:func:`specdec.prefix_cache.entries.place_key`),
-DIGEST the hash of the whole file, checked before anything of it is used. The
-header says what the hashes were made of. No mlx here.
+DIGEST the hash of the whole file, which is checked before its arrays are used. The
+header holds what PLACE was made of. This module needs no mlx.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HASH = re.compile("[0-9a-f]{32}")
 _NAME = re.compile(
     rf"({'|'.join(KINDS)})-([0-9a-f]{{32}})-([0-9a-f]{{32}})\.safetensors"
 )
-_MAX_HEADER = 1 << 24  # of hundreds of layers a hundredth of that
+_MAX_HEADER = 1 << 24  # hundreds of layers need a hundredth of it
 
 _NOT_OURS = "its header is not one of specdec's"
 
@@ -37,7 +37,7 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array in a file: its type and shape, and its bytes, counted from the first."""
+    """An array in a file: its type, its shape and the range of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,9 +47,9 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What an entry's file says of it.
+    """What an entry's file says about it.
 
-    ``parent`` names the place where its tokens begin, ``slack`` is 0 for a block.
+    ``parent`` names the place where its tokens begin. ``slack`` is 0 for a block.
     """
 
     signature: str
@@ -66,11 +66,11 @@ class Header:
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing stands before it."""
+        """Whether it begins at the first token."""
         return self.parent == self.signature
 
     def fields(self) -> dict[str, str]:
-        """As metadata of the file."""
+        """The header as metadata of the file."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -94,17 +94,17 @@ class File(Header):
 
 
 def is_entry(name: str) -> bool:
-    """Whether a file of that name is one of ours."""
+    """Whether ``name`` is the file name of an entry."""
     return _NAME.fullmatch(name) is not None
 
 
 def digest(data: bytes) -> str:
-    """The hash of a whole file (SHA-256: what processors do fastest)."""
+    """The hash of a whole file (SHA-256, which processors compute fastest)."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 
 def read_header(path: Path) -> File:
-    """What the file at ``path`` says of itself; its arrays are not looked at.
+    """Read the header of the file at ``path``; its arrays are not read.
 
     Raises:
         DamagedError: it is not an entry of this format and version, or its tokens
@@ -138,7 +138,7 @@ def read_header(path: Path) -> File:
         )
     except (ValueError, KeyError) as error:
         raise DamagedError(_NOT_OURS) from error
-    if fields != found.fields():  # numbers in another form, or something more
+    if fields != found.fields():  # numbers in another form, or more fields
         raise DamagedError(_NOT_OURS)
     if not _is_possible(found):
         raise DamagedError("it cannot lie where it says")
@@ -152,11 +152,11 @@ def read_header(path: Path) -> File:
 def tensors(data: bytes) -> dict[str, Tensor]:
     """The arrays in the contents of an entry, by name.
 
-    They follow each other without a gap. Whether their types and shapes make as many
-    bytes is for the caller to compare.
+    They follow each other without a gap. The caller compares their types and shapes
+    with their bytes.
 
     Raises:
-        DamagedError: they cannot be found in it.
+        DamagedError: the contents do not describe their arrays.
     """
     first = 8 + int.from_bytes(data[:8], "little")
     _, found = _parsed(data[8:first])
@@ -170,7 +170,7 @@ def tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def _is_possible(file: File) -> bool:
-    """Whether there can be an entry of its kind that begins there."""
+    """Whether an entry of its kind can have its hashes, start and slack."""
     most = file.end if file.kind == "ring" else 0
     return (
         _HASH.fullmatch(file.parent) is not None
@@ -182,13 +182,13 @@ def _is_possible(file: File) -> bool:
 
 
 def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the arrays of a safetensors header, counted from its end.
+    """The metadata and arrays of a safetensors header; bytes count from its end.
 
     Raises:
-        DamagedError: it is no such header.
+        DamagedError: it is not a safetensors header.
     """
     try:
-        # A file may hold any text, nested as deeply as it likes.
+        # A file may hold any text, nested to any depth.
         named = json.loads(header)
         fields = named.pop("__metadata__")
         found = {name: _tensor(entry) for name, entry in named.items()}
@@ -225,7 +225,7 @@ def read_verified(path: Path) -> bytes:
     """The whole file, after a check against the digest in its name.
 
     Raises:
-        DamagedError: it holds something else.
+        DamagedError: its contents do not match the digest.
         OSError: it cannot be read, or is no plain file.
     """
     with open_plain(path) as file:
@@ -237,7 +237,7 @@ def read_verified(path: Path) -> bytes:
 
 
 def write_entry(folder: Path, kind: Kind, place: str, data: bytes) -> str:
-    """Write an entry, for its owner alone: whole, or not at all. Returns its name.
+    """Write an entry whole or not at all, for its owner alone; return its name.
 
     Raises:
         OSError: it could not be written; nothing is left.

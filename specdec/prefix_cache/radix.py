@@ -1,8 +1,8 @@
-"""A radix tree over token ids: longest common prefix, a byte budget, oldest out.
+"""A radix tree over token ids: longest common prefix, and an LRU byte budget.
 
-Pure Python, and blind to what it keeps: values of any type stand at the ends of
-paths. An edge holds as many tokens as there are until paths part or a value
-stands, so a path of 50,000 tokens in blocks of 256 is 200 nodes.
+It is pure Python and holds values of any type at the ends of paths. An edge holds all
+tokens up to the next fork or value, so a path of 50,000 tokens in blocks of 256 is 200
+nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Keys = Sequence[Hashable]
 
 @dataclass(eq=False)
 class Node(Generic[V]):
-    """The end of an edge. Those that callers are given hold a value."""
+    """The end of an edge. Every node that callers get holds a value."""
 
     edge: tuple[Hashable, ...] = ()
     end: int = 0
@@ -49,7 +49,7 @@ class Node(Generic[V]):
 class Match(Generic[V]):
     """Where a path leaves the tree.
 
-    ``length`` tokens are shared with some path of the tree. ``passed`` are the
+    The first ``length`` tokens are shared with a path of the tree. ``passed`` are the
     nodes with a value on the way there, from the root on.
     """
 
@@ -58,9 +58,9 @@ class Match(Generic[V]):
     _beneath: tuple[Node[V], ...]
 
     def beneath(self) -> Iterator[Node[V]]:
-        """Nodes with a value after the point, nearest edges first.
+        """Nodes with a value beneath that point, fewest edges first.
 
-        They share the first ``length`` tokens and go on differently, or further.
+        Their paths share the first ``length`` tokens, and then differ or go on.
         """
         queue = deque(self._beneath)
         while queue:
@@ -71,10 +71,10 @@ class Match(Generic[V]):
 
 
 class RadixTree(Generic[V]):
-    """Values at the ends of paths, the least recently used leaving first.
+    """Values at the ends of paths; the least recently used is evicted first.
 
-    What is used or put counts as use of everything above it, so that a value
-    never leaves before those that stand beneath it.
+    Using or putting a value counts as a use of all values above it, so that a value is
+    never evicted before the values beneath it.
 
     Args:
         budget: bytes of all values together; ``None`` is no limit.
@@ -118,13 +118,13 @@ class RadixTree(Generic[V]):
             node = child
 
     def put(self, tokens: Keys, value: V, nbytes: int) -> list[V]:
-        """Let ``value``, of ``nbytes`` bytes, stand at the end of ``tokens``.
+        """Hold ``value``, of ``nbytes`` bytes, at the end of ``tokens``.
 
-        Takes the place of a value there.
+        It replaces a value that is there.
 
         Returns:
-            Values that had to leave, oldest first; ``value`` itself, and nothing
-            else, when it alone is larger than the budget.
+            Evicted values, oldest first; only ``value`` itself if it alone is larger
+            than the budget.
         """
         if self.budget is not None and nbytes > self.budget:
             return [value]
@@ -135,20 +135,20 @@ class RadixTree(Generic[V]):
         return [] if self.budget is None else self.shrink(self.budget)
 
     def touch(self, node: Node[V]) -> None:
-        """Note that ``node``, and all that it stands on, was used now."""
+        """Note that ``node`` and its ancestors were used now."""
         for each in node.ancestors():
             self._order[each] = None
             self._order.move_to_end(each)
 
     def remove(self, node: Node[V]) -> None:
-        """Take the value of ``node`` out; what stands beneath stays."""
+        """Remove the value of ``node``; values beneath it stay."""
         del self._order[node]
         self.nbytes -= node.nbytes
         node.value, node.nbytes = None, 0
         self._tidy(node)
 
     def shrink(self, budget: int) -> list[V]:
-        """Let the least recently used go until ``budget`` bytes are left; those."""
+        """Evict the least recently used down to ``budget`` bytes; return them."""
         gone: list[V] = []
         while self.nbytes > budget:
             oldest = next(iter(self._order))
@@ -174,7 +174,7 @@ class RadixTree(Generic[V]):
 
     @staticmethod
     def _split(node: Node[V], at: int) -> Node[V]:
-        """A new node ``at`` tokens into the edge of ``node``."""
+        """Split the edge of ``node`` after ``at`` tokens; return the new node."""
         assert node.parent is not None
         head, tail = node.edge[:at], node.edge[at:]
         upper = Node(head, node.end - len(tail), node.parent, {tail[0]: node})
@@ -184,7 +184,7 @@ class RadixTree(Generic[V]):
 
     @staticmethod
     def _tidy(node: Node[V]) -> None:
-        """Drop nodes without a value that nothing needs any more, from here up."""
+        """Drop needless nodes without a value, from ``node`` up."""
         while node.parent is not None and node.value is None:
             parent = node.parent
             if len(node.children) > 1:
@@ -199,7 +199,7 @@ class RadixTree(Generic[V]):
 
 
 def _shared(node: Node[V], tokens: tuple[Hashable, ...], at: int) -> int:
-    """How much of the edge of ``node`` is found in ``tokens`` from ``at`` on."""
+    """How many tokens of ``node``'s edge match ``tokens`` from ``at`` on."""
     return common_length(node.edge, tokens[at : at + len(node.edge)])
 
 

@@ -1,4 +1,4 @@
-"""Prefixes of the rows that a model is about to prefill: found, restored, recorded."""
+"""Finds, restores and records prefixes of the rows that a model prefills."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ModelPrefixes:
 
     Args:
         store: shared by the models of a run.
-        model: whose weights and arguments are in the signature.
+        model: its weights and arguments are in the signature.
         name: the name that the user gave.
-        caches: makes those of a row, with a token written to them, as the model's rows
-            have them; only their kinds, types and shapes are looked at.
-        beside: a model whose caches are kept with the model's; ``None``: there is none.
+        caches: makes the caches of one row, like those of the model's rows, with a
+            token written to them; only their kinds, types and shapes are used.
+        beside: a second model whose caches are stored with the model's; ``None``: none.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class ModelPrefixes:
     def _describe(self) -> None:
         caches = self._caches()
         each = [signature(model, caches) for model in self._models]
-        # Of one model, its own, as files have it.
+        # The entries of a single model are stored under its own signature.
         self._signature = each[0] if len(each) == 1 else place_key(each[0], each[1:])
         self.form = Form.of(caches)
 
     @property
     def is_shared(self) -> bool:
-        """Whether caches of another model are kept with the model's."""
+        """Whether caches of another model are stored with the model's."""
         return len(self._models) > 1
 
     @property
     def signature(self) -> str:
-        """What the model's entries begin with: another one for other weights."""
-        found = [weights.replaced() for weights in self._weights]  # each notes it
+        """The signature that the model's entries begin with; new weights change it."""
+        found = [weights.replaced() for weights in self._weights]  # updates each one
         if any(found):
             self._describe()
         return self._signature
@@ -70,7 +70,7 @@ class ModelPrefixes:
         """A session for rows with these prompts.
 
         Args:
-            max_write: of their caches during prefill.
+            max_write: ``max_write`` of the rows' caches during prefill.
         """
         return PrefixSession(self, [tuple(p) for p in prompts], max_write)
 
@@ -80,16 +80,16 @@ NOTHING: Plan[Piece] = Plan(0)
 
 @dataclass
 class _Row:
-    """What is known of a row's prefix.
+    """What is known about a row's prefix.
 
     Args:
-        keys: of the places at the ends of its blocks so far, the root first.
-        plan: what restores it; emptied when that is done.
+        keys: keys of the places where its blocks so far end; the root comes first.
+        plan: the entries that restore the prefix; emptied when that is done.
         reused: tokens restored.
-        slack: ends before ``reused`` that its rings could go back to.
-        shared: tokens in common with some stored prompt.
+        slack: how many tokens its rings could go back from ``reused``.
+        shared: tokens in common with a stored prompt.
         covered: tokens that stored blocks hold.
-        branch: where it parts from the other prompts known; 0 for nowhere.
+        branch: where it diverges from other known prompts; 0: nowhere.
     """
 
     tokens: tuple[int, ...]
@@ -103,7 +103,7 @@ class _Row:
 
     @property
     def root(self) -> str:
-        """What its entries begin with: the signature, or another one by its salt."""
+        """The signature that its entries begin with, salted if the row has a salt."""
         return self.keys[0]
 
 
@@ -120,7 +120,7 @@ class PrefixSession:
         self._rows = [_Row(tokens, [self._signature]) for tokens in prompts]
 
     def separate(self, salts: Sequence[str | None]) -> None:
-        """Have each row find and keep prefixes of its own salt alone; first of all."""
+        """Let each row use only prefixes of its own salt; call this first."""
         for row, salt in zip(self._rows, salts, strict=True):
             row.keys = [salted(self._signature, salt)]
 
@@ -131,15 +131,15 @@ class PrefixSession:
 
     @property
     def stops(self) -> list[int]:
-        """Where a chunk of each row has to end; 0 for nowhere.
+        """Where a chunk of each row has to end; 0: nowhere.
 
-        States can only be kept where a chunk ends.
+        Recurrent states can only be stored where a chunk ends.
         """
         states = bool(self._prefixes.form.states)
         return [row.branch if states else 0 for row in self._rows]
 
     def find(self) -> Iterator[None]:
-        """Look the prompts up, yielding after each that had something to load."""
+        """Look the prompts up, yielding after each one whose prefix was loaded."""
         if self._is_outdated:
             return
         form = self._prefixes.form
@@ -160,14 +160,14 @@ class PrefixSession:
     def _is_outdated(self) -> bool:
         """Whether weights were replaced since these rows began.
 
-        What they hold then is of two models, and of no use to others.
+        Their caches then mix two sets of weights and are not stored.
         """
         return self._prefixes.signature != self._signature
 
     def _find_branches(self) -> None:
-        """Where a prompt parts from those stored, and from the others beside it.
+        """Note where each prompt diverges from stored prompts and from other rows.
 
-        A ring that is kept there serves the next prompt that begins like these.
+        A ring that is stored there serves the next prompt with the same beginning.
         """
         ordered = sorted(self._rows, key=lambda row: (row.root, row.tokens))
         for row in ordered:
@@ -183,7 +183,7 @@ class PrefixSession:
                 row.branch = 0
 
     def refill(self, caches: list[Any]) -> list[Any]:
-        """Caches like these with the prefixes that were found."""
+        """Caches like ``caches`` that hold the prefixes that were found."""
         plans = [row.plan for row in self._rows]
         for row in self._rows:
             row.plan = NOTHING
@@ -192,12 +192,12 @@ class PrefixSession:
     def record(
         self, caches: list[Any], before: Sequence[int], after: Sequence[int], width: int
     ) -> None:
-        """Keep what a chunk of prefill has completed.
+        """Store the entries that a chunk of prefill has completed.
 
         Args:
-            caches: after the chunk, its padding taken back.
-            before, after: tokens of every row before and after it.
-            width: columns that it wrote to every row.
+            caches: the rows' caches after the chunk, its padding trimmed.
+            before, after: tokens of every row before and after the chunk.
+            width: columns that the chunk wrote to every row.
         """
         if self._is_outdated:
             return
@@ -205,7 +205,8 @@ class PrefixSession:
             zip(self._rows, before, after, strict=True)
         ):
             for end, kinds in self._ends(row, first, last):
-                # What padding has overwritten, and what was never restored.
+                # Padding has overwritten the oldest columns of a ring, and restored
+                # rings begin late.
                 slack = min(
                     self._max_write - (first + width - end),
                     end - row.reused + row.slack,
@@ -227,7 +228,7 @@ class PrefixSession:
     ) -> Iterator[tuple[int, list[Kind]]]:
         """Ends of entries in ``first + 1 .. last``, ascending, and their kinds.
 
-        States are those at the end of the chunk.
+        Recurrent states exist only at the end of the chunk.
         """
         size, whole = self._store.block_size, len(row.tokens)
         form = self._prefixes.form
@@ -236,7 +237,7 @@ class PrefixSession:
         ends |= {end for end in (*served, whole) if first < end <= last}
         for end in sorted(ends):
             kinds: list[Kind] = []
-            # At the prompt's end a block may be half of one that is there.
+            # The block at the prompt's end is partial: a stored one may cover it.
             if end % size == 0 or (end == whole and row.covered < whole):
                 kinds.append("block")
             if form.has_ends and end in served:

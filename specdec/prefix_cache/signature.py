@@ -16,17 +16,17 @@ from .. import backend
 from ..cache import members
 from .files import VERSION
 
-# Odd, so that no bit of a word is lost; any large ones would do.
+# Odd factors, so that no bit of a word is lost; any large ones would do.
 _WITHIN, _ACROSS = 2654435761, 2246822519
-_SLAB = 1 << 26  # bytes at a time, since they are widened
+_SLAB = 1 << 26  # bytes at a time, because they are widened
 
 
 class KnownWeights:
-    """Notices that a model computes with other arrays than before (``model.update``).
+    """Notices when arrays of a model are replaced (``model.update``).
 
-    Arrays and modules are known by their identity and place, so that a look takes a
-    tenth of a millisecond: rows that join wait for it. What is written into an array
-    (``weight[0] = 1``) is not noticed.
+    It compares arrays and modules by identity and place, so that a check takes a tenth
+    of a millisecond: joining rows wait for it. It does not notice writes into an array
+    (``weight[0] = 1``).
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]):
@@ -43,7 +43,7 @@ class KnownWeights:
         ]
 
     def replaced(self) -> bool:
-        """Whether there are others now than at the last look."""
+        """Whether arrays or modules were replaced since the last check."""
         try:
             same = all(len(part) == size for part, size in self._sizes) and all(
                 part[key] is seen() for part, key, seen in self._seen
@@ -56,7 +56,7 @@ class KnownWeights:
 
 
 def _parts(tree: Any) -> Iterator[Any]:
-    """The modules, lists and tables of a model, itself first."""
+    """The modules, lists and dicts of a model; the model itself comes first."""
     yield tree
     for _, value in _places(tree):
         if isinstance(value, dict | list | tuple):
@@ -64,7 +64,7 @@ def _parts(tree: Any) -> Iterator[Any]:
 
 
 def _places(part: Any) -> Iterator[tuple[Any, Any]]:
-    """What a part of a model holds, and where; what is its own business left out."""
+    """Keys and values of a part of a model, without private attributes."""
     if not isinstance(part, dict):
         yield from enumerate(part)
         return
@@ -74,13 +74,13 @@ def _places(part: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def signature(model: nn.Module, caches: list[Any]) -> str:
-    """A name for everything that decides which keys and values a prefix has.
+    """A hash of everything that decides which keys and values a prefix has.
 
-    The model's class and arguments, its weights, the kind of every cache with its
-    bits and group size, the versions of specdec, mlx and mlx-lm, and the backend.
+    It covers the model's class and arguments, its weights, the kind of every cache with
+    its bits and group size, the versions of specdec, mlx and mlx-lm, and the backend.
     """
     versions = backend.describe()
-    # Adapters are weights, but for what they are multiplied by.
+    # The matrices of adapters are weights, but their scales are not.
     scales = [
         (path, layer.scale)
         for path, layer in model.named_modules()
@@ -104,8 +104,8 @@ def signature(model: nn.Module, caches: list[Any]) -> str:
 def weights_checksum(model: nn.Module) -> str:
     """A hash of all weights: names, types, shapes and a checksum of every value.
 
-    The checksums are computed on the device, as fast as it reads memory. They are
-    no protection against weights that somebody forged.
+    The checksums are computed on the device, as fast as it reads memory. They do not
+    protect against forged weights.
     """
     weights: Any = tree_flatten(model.parameters())
     hashed = hashlib.sha256()
@@ -116,7 +116,7 @@ def weights_checksum(model: nn.Module) -> str:
 
 
 def _checksum(weight: mx.array) -> int:
-    """A weighted sum of all words, modulo 2**32, in which each place counts."""
+    """A weighted sum of all words modulo 2**32; the weights depend on the place."""
     if weight.size == 0:
         return 0
     rows = weight.reshape(-1, weight.shape[-1] if weight.ndim else 1)

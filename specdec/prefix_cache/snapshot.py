@@ -1,9 +1,9 @@
-"""What of a row's caches is kept, and rows made from it again.
+"""Cuts pieces out of a row's caches, and makes rows from them again.
 
 A linear cache keeps every column, so a block of them serves any prefix that ends
-within it. A ring holds the last window and some tokens before it, so what is kept
-of it serves one end and a few before. The states of a recurrent layer serve the one
-end at which they are; they are kept with the rings. See docs/prefix.md.
+within it. A ring holds the last window and some tokens before it, so a piece of it
+serves one end and a few before. The states of a recurrent layer serve only the end at
+which they were cut; they are stored with the rings. See docs/prefix.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..cache.storage import Arrays
 from .entries import Kind, Plan
 from .files import DamagedError, tensors
 
-# As safetensors calls the types that caches store.
+# The names in safetensors of the types that caches store.
 _TYPES = {
     mx.float32: "F32",
     mx.float16: "F16",
@@ -43,8 +43,9 @@ _OTHER = "its arrays are not those of the model's caches"
 class Piece:
     """A block or a ring in memory (see :mod:`specdec.prefix_cache.entries`).
 
-    ``arrays`` holds the columns of each linear cache, or of each ring and then the
-    states of each recurrent one, in the order of the model's layers.
+    In a block, ``arrays`` holds the columns of each linear cache; in a ring, the
+    columns of each ring, then the states of each recurrent cache. They are in the order
+    of the model's layers.
     """
 
     kind: Kind
@@ -60,18 +61,18 @@ class Piece:
 
 
 def linear_caches(caches: Sequence[Any]) -> list[BatchCache]:
-    """Those that keep every column."""
+    """The caches that keep every column."""
     others = RingCache | BatchRecurrentCache
     return [c for c in members(caches) if not isinstance(c, others)]
 
 
 def ring_caches(caches: Sequence[Any]) -> list[RingCache]:
-    """Those that keep a window."""
+    """The caches that keep a window."""
     return [c for c in members(caches) if isinstance(c, RingCache)]
 
 
 def recurrent_caches(caches: Sequence[Any]) -> list[BatchRecurrentCache]:
-    """Those that keep states."""
+    """The caches that keep states."""
     return [c for c in members(caches) if isinstance(c, BatchRecurrentCache)]
 
 
@@ -84,12 +85,12 @@ class _Array:
 
 @dataclass(frozen=True)
 class Form:
-    """What pieces of a model's caches hold, to compare those read from files with.
+    """What pieces of a model's caches must hold; files are checked against it.
 
     Args:
         linear: the arrays of each linear cache.
-        rings: of each ring, the first and the newest tokens that it sees, and those.
-        states: shapes, without the rows, and types of each recurrent cache.
+        rings: how many first and newest tokens each ring sees, and its arrays.
+        states: shapes, without the rows, and types of each recurrent cache's arrays.
     """
 
     linear: tuple[tuple[_Array, ...], ...]
@@ -98,12 +99,12 @@ class Form:
 
     @property
     def has_ends(self) -> bool:
-        """Whether there are caches that serve a few ends only."""
+        """Whether there are caches that serve only a few ends."""
         return bool(self.rings or self.states)
 
     @classmethod
     def of(cls, caches: Sequence[Any]) -> Form:
-        """The form of caches that have been written; no array of them is computed."""
+        """The form of caches that hold tokens; their arrays are not computed."""
         return cls(
             tuple(map(_arrays_of, linear_caches(caches))),
             tuple(
@@ -145,7 +146,7 @@ def ring_positions(keep: int, window: int, end: int, slack: int) -> list[int]:
 
     The query at position ``e`` sees ``e - window + 1 .. e`` and the first ``keep``.
     """
-    # Of a window of 1 nothing is needed; one column all the same, not to be empty.
+    # A window of 1 needs no column, but arrays must not be empty: keep one.
     first = max(keep, end - slack - max(window - 1, 1))
     return [*range(min(keep, end)), *range(first, end)]
 
@@ -155,7 +156,7 @@ def cut(
 ) -> Piece:
     """Copy a block, or the rings, of a row out of its caches.
 
-    Of rings, the caches must still hold :func:`ring_positions`.
+    Ring caches must still hold their :func:`ring_positions`.
     """
     if kind == "block":
         block = range(start, end)
@@ -171,8 +172,8 @@ def cut(
 
 
 def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
-    """Caches like these, with a row for each plan, after the tokens it restores."""
-    # The caches of one kind, in the order in which pieces hold them.
+    """Caches like ``caches`` with a row for each plan, holding what it restores."""
+    # Indices of the caches of one kind, in the order in which pieces hold them.
     order = {id(c): i for i, c in enumerate(linear_caches(caches))}
     ends = [*ring_caches(caches), *recurrent_caches(caches)]
     order |= {id(c): i for i, c in enumerate(ends)}
@@ -182,7 +183,7 @@ def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
             return BatchCacheList(*map(made, cache.caches))
         index = order[id(cache)]
         new = cache.refilled([_row(plan, index, cache) for plan in rows])
-        mx.eval(new.state)  # layer by layer: no more than one is held twice
+        mx.eval(new.state)  # layer by layer, so that only one is held twice
         return new
 
     return [made(cache) for cache in caches]
@@ -191,7 +192,7 @@ def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
 def _row(
     plan: Plan[Piece], index: int, cache: BatchCache
 ) -> tuple[Arrays, Sequence[int], int] | None:
-    """Columns of cache ``index``, their positions, and how many tokens they make."""
+    """Columns of cache ``index``, their positions, and the row's length."""
     if plan.length == 0:
         return None
     if not isinstance(cache, RingCache | BatchRecurrentCache):
@@ -230,7 +231,7 @@ def unpack(
     """The inverse of :func:`pack`.
 
     Raises:
-        DamagedError: it does not hold what a piece of this form does.
+        DamagedError: ``data`` does not hold a piece of this form.
     """
     found = tensors(data)
     pieces: list[Arrays] = []

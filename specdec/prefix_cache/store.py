@@ -1,8 +1,8 @@
-"""The front: a memory tier over a disk tier, for all models of a run.
+"""The prefix store: a memory tier over a disk tier, for all models of a run.
 
-A tier is a radix tree of paths (signature, token, token, ...); where entries end
-stands a dict of them by kind. Both tiers are asked, and the best of both answers
-is used.
+Each tier is a radix tree of paths (signature, token, token, ...). The node where
+entries end holds a dict of them by kind. A look-up searches both tiers and uses the
+best entries of both.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _Path = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an entry lies on its prompt.
+    """The place of an entry in its prompt.
 
     Args:
-        path: (signature, token, ...) up to its end.
-        key, parent: names of its end and of its begin (``place_key``).
-        start: tokens before it.
+        path: (signature, token, ...) up to the entry's end.
+        key, parent: hashes that name the entry's end and its start (``place_key``).
+        start: tokens before the entry.
         model: the name that the user gave, for ``specdec cache list``.
     """
 
@@ -46,7 +46,7 @@ class Place:
     model: str
 
     def fields(self, slack: int) -> dict[str, str]:
-        """The header of its file."""
+        """The header of the entry's file."""
         signature, *tokens = self.path
         return Header(
             signature=str(signature),
@@ -60,13 +60,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """What the store has of a prompt.
+    """What a look-up found for a prompt.
 
     Args:
-        plan: pieces, in memory now, that restore its first ``plan.length`` tokens.
-        shared: tokens that it has in common with some stored prompt.
-        covered: tokens that stored blocks hold without a gap: those on disk, where
-            there is a disk tier.
+        plan: pieces, now in memory, that restore the prompt's first ``plan.length``
+            tokens.
+        shared: tokens of the longest prefix that it shares with a stored prompt.
+        covered: first tokens that stored blocks hold without a gap. With a disk tier,
+            only blocks on disk count.
     """
 
     plan: Plan[Piece]
@@ -75,7 +76,7 @@ class Found:
 
 
 def open_store(config: EngineConfig) -> PrefixStore | None:
-    """The store that ``config`` asks for, if it does."""
+    """The store that ``config`` asks for, or ``None`` if it asks for no tier."""
     folder = config.prefix_cache
     if folder is None and config.prefix_memory == 0:
         return None
@@ -87,11 +88,11 @@ def open_store(config: EngineConfig) -> PrefixStore | None:
 
 
 class PrefixStore:
-    """Keys and values of prompts, kept for prompts that begin alike.
+    """Keeps keys and values of prompts for later prompts with the same prefix.
 
     Args:
         memory: bytes that the memory tier may hold.
-        folder: of the disk tier; ``None`` for none.
+        folder: the disk tier's folder; ``None``: no disk tier.
         disk: bytes that the disk tier may hold.
         block_size: tokens in a block.
     """
@@ -105,7 +106,7 @@ class PrefixStore:
         block_size: int = BLOCK_SIZE,
     ):
         self.block_size = block_size
-        # Less is not worth a read: it rides along in a chunk of prefill.
+        # A shorter prefix is not worth a read: a chunk of prefill takes it along.
         self.min_length = max(1, block_size // 8)
         self.disk = None if folder is None else DiskTier(folder, disk)
         self._memory: RadixTree[dict[Kind, Piece]] = RadixTree(memory)
@@ -128,7 +129,7 @@ class PrefixStore:
             self.disk.flush()
 
     def close(self) -> None:
-        """Write what waits to be written; the disk tier takes no more."""
+        """Write all queued entries and end the disk tier's thread."""
         if self.disk is not None:
             self.disk.close()
 
@@ -136,7 +137,7 @@ class PrefixStore:
         """The longest prefix of ``tokens`` that can be restored, read into memory.
 
         Args:
-            form: of the model's caches.
+            form: the form of the model's caches.
         """
         path = (signature, *tokens)
         with self._lock:
@@ -161,10 +162,10 @@ class PrefixStore:
                 for node in [*match.passed, *islice(match.beneath(), 1)][-1:]:
                     self._memory.touch(node)
                 return Found(loaded, shared, covered)
-            # A file could not be read and is known no more: what else is there?
+            # A file could not be read and has left the index: plan again without it.
 
     def _load(self, best: Plan[Piece | File], form: Form) -> Plan[Piece] | None:
-        """The same plan with every file read, or ``None`` when one cannot be."""
+        """``best`` with every file read, or ``None`` if one cannot be read."""
         wanted = [*best.blocks, *([best.ring] if best.ring else [])]
         files = [entry for entry in wanted if isinstance(entry, File)]
         paths = [self.disk.path(file) for file in files] if self.disk else []
@@ -177,7 +178,7 @@ class PrefixStore:
                 return None
             read[file.name] = piece
             keep.append((path, piece))
-        # Longest first: what stands above was used last.
+        # Longest first, so that the shorter ones, above it, count as used last.
         for path, piece in reversed(keep):
             self._keep(path, piece)
         pieces = [read[e.name] if isinstance(e, File) else e for e in wanted]
@@ -188,8 +189,8 @@ class PrefixStore:
         disk = self.disk
         if disk is None or not files:
             return []
-        # Reading and hashing leave the interpreter to others; arrays are made here,
-        # a few files at a time, so that little is held twice.
+        # Reading and hashing release the GIL. Arrays are made in this thread, a few
+        # files at a time, so that little is held twice.
         pieces: list[Piece | None] = []
         with ThreadPoolExecutor(_READERS) as pool:
             for first in range(0, len(files), 2 * _READERS):
@@ -205,9 +206,9 @@ class PrefixStore:
         return pieces
 
     def insert(self, place: Place, kind: Kind, cut: Callable[[], Piece]) -> None:
-        """Keep what ``cut`` makes, in each tier that has no such entry there.
+        """Store an entry in each tier that lacks it at ``place`` and can take it.
 
-        ``cut`` is called only then.
+        ``cut`` makes its piece; it is not called if the memory tier holds the entry.
         """
         with self._lock:
             self._insert(place, kind, cut)
@@ -227,7 +228,7 @@ class PrefixStore:
             self.disk.write(Job(kind, place.key, parent, data))
 
     def _keep(self, path: _Path, piece: Piece) -> None:
-        """Put a piece into the memory tier, beside the other kind at its place."""
+        """Put a piece into the memory tier; the other kind at its place stays."""
         node = self._memory.get(path)
         held = {} if node is None else dict(node.value or {})
         held[piece.kind] = piece
