@@ -227,14 +227,14 @@ class Row:
         """The median ratio of the row's rates to others' rates, pass by pass."""
         if not others:
             return ""
-        # A run that reached its time limit has more passes of some rows than of others.
+        # A run that reached its time limit may have fewer passes of some rows.
         pairs = zip(self.passes, others, strict=False)
         ratios = (getattr(a, of) / getattr(b, of) for a, b in pairs)
         return f"{statistics.median(ratios):.2f}"
 
     @property
     def best_fixed(self) -> str:
-        """The largest speed-up of a fixed k over plain decoding, with all rows running."""
+        """The largest speed-up of a fixed k over plain decoding, all rows running."""
         ratios = {
             k: replace(self, passes=passes).over(self.plain, "full")
             for k, passes in self.fixed.items()
@@ -243,7 +243,7 @@ class Row:
         return f"{ratios[best]} (k = {best})" if best else ""
 
     def accepted_over(self, name: str) -> float | None:
-        """Accepted draft tokens divided by another count, over the passes that count."""
+        """Accepted draft tokens over another count, in all passes that count."""
         if not sum(each.drafted for each in self.passes):
             return None
         accepted = sum(each.accepted for each in self.passes)
@@ -302,7 +302,7 @@ class TableError(Exception):
 
 
 def of_passes(recorded: dict[str, list[Waves]]) -> Iterator[Row]:
-    """Rows of decode (``SYSTEM B=8 k=2``) and of draft_length (``DRAFT B=8 k=auto``)."""
+    """Rows of decode (``SYSTEM B=8 k=2``) and draft_length (``DRAFT B=8 k=auto``)."""
     passes = {key: list(map(Pass.of_waves, each)) for key, each in recorded.items()}
 
     def warm(key: str) -> list[Pass]:

@@ -88,7 +88,7 @@ class RoundParts:
 
     Args:
         number: number of rounds.
-        draft, verify, sampling: time from the begin of building a part until the device
+        draft, verify, sampling: time from the start of building a part until the device
             has computed it.
         total: time of the round.
         shares: shares of the total. A part's share is the time spent waiting for the

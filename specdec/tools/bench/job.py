@@ -36,7 +36,7 @@ class RequestRecord:
     Args:
         tokens: generated tokens.
         rounds, drafted, accepted: rounds of its row, and draft tokens in them.
-        arrived, first, ended: seconds from the job's begin to the request's arrival,
+        arrived, first, ended: seconds from the job's start to the request's arrival,
             first token and end; without a token, ``first`` is the end.
         digest: hash of the tokens.
         prefix_tokens: prompt tokens that a prefix cache had.
@@ -79,7 +79,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What one pass of a system measured.
+    """The measurements of one pass of a system.
 
     Args:
         seconds: time from the call to the last token.
@@ -100,7 +100,7 @@ class JobRecord:
 
     @property
     def last_arrival(self) -> float:
-        """Seconds from the job's begin to the last request's arrival."""
+        """Seconds from the job's start to the last request's arrival."""
         return max(r.arrived for r in self.requests) or 1e-9
 
     @property
@@ -126,7 +126,7 @@ class JobRequest:
     Args:
         prompt: the prompt as it was read; encoding it is part of the job.
         max_tokens: most new tokens of this prompt.
-        arrives: seconds from the job's begin to the arrival.
+        arrives: seconds from the job's start to the arrival.
     """
 
     prompt: Prompt

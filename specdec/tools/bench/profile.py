@@ -12,16 +12,16 @@ from ...request import Request
 from ...sampling_params import SamplingParams
 from .job import Clock, ProfiledRound
 
-#: Rounds left out at the begin: the prompts' last step, and rounds of new shapes.
+#: Rounds left out at the start: the prompts' last step, and rounds of new shapes.
 WARM_UP = 3
 
 
 class Profile(RoundObserver):
     """Times the parts of rounds of ``k`` in which ``num_rows`` rows run.
 
-    A round lasts from the begin of its building to that of the next one. Each part has
-    two times: the host's time to build its graph, and the wait for the device after
-    that.
+    A round lasts from the start of its building to the start of the next round's. Each
+    part has two times: the host's time to build its graph, and the wait for the device
+    after that.
     """
 
     def __init__(self, num_rows: int, k: int, clock: Clock):

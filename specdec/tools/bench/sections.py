@@ -13,7 +13,7 @@ from .job import RoundTimes
 
 MIB = 2**20
 NONE = "-"
-# Draft lengths of fewer than this share of the rounds get no percentiles.
+# Draft lengths with less than this share of a cell's rounds are left out.
 _FEW = 0.01
 
 T = TypeVar("T")

@@ -156,7 +156,7 @@ class Trainer:
         weights = mx.array(lesson.weights) / total
 
         def surrogate(parameters: Parameters) -> tuple[mx.array, ...]:
-            """A value with the loss's gradient, which is known by state and head."""
+            """A value that has the loss's gradient by ``parameters``, and the sums."""
             self.student.load(_computed(parameters, self._dtype, packing))
             inputs = [lesson.states()]
             if self.student.bias_head is not None:

@@ -25,7 +25,8 @@ from .options import Check, Options, go_on
 
 #: Temperatures of sampled answers and of user turns.
 TEMPERATURE, TURN_TEMPERATURE = 0.7, 0.8
-# A loop of at most _LONGEST_LOOP tokens is cut if it comes _REPEATS times in a row.
+# A loop of at most _LONGEST_LOOP tokens is cut if it comes _REPEATS times in a row; one
+# of 1 or 2 tokens must come more often.
 _LONGEST_LOOP, _REPEATS = 24, 4
 _SHORTEST_TURN = 8  # characters
 _PREFILL_STEP_SIZE = 256

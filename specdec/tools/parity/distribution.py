@@ -83,7 +83,7 @@ class DistributionCertificate:
 
     @property
     def verdict(self) -> Literal["consistent", "incomplete", "failure"]:
-        """The verdict; ``incomplete`` if no place where a draft proposes was tested."""
+        """The verdict; ``incomplete`` if nothing drafted could be tested."""
         p_values = self.p_values
         if self.errors or min(p_values.values()) < FALSE_ALARM / len(p_values):
             return "failure"
