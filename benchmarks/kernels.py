@@ -78,7 +78,7 @@ def chain_us(
 
 
 def marked(microseconds: float, used: bool) -> str:
-    """A table's cell, which is bold if the engine uses the kernel."""
+    """A table's cell, in bold if ``used``."""
     return f"**{microseconds:.1f}**" if used else f"{microseconds:.1f}"
 
 

@@ -43,9 +43,9 @@ when interrupted. `-h` or `--help` after a command shows its part of this page;
 def commands(
     command: click.Command, path: str
 ) -> Iterator[tuple[str, click.Command, click.Context]]:
-    """The full name and context of a command and of all below it, groups included.
+    """Yield (full name, command, context) of a command and of all commands below it.
 
-    The program's own group is left out.
+    Groups are included, except for the program itself.
     """
     context = click.Context(command, info_name=path)
     if path != cli.name:
