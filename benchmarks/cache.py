@@ -37,7 +37,7 @@ from specdec.tools.bench.models import DTYPES
 from specdec.utils.tables import markdown_table, show_spread
 
 PREFILL = 512  # tokens per write while a cache is filled
-ROOM = 128  # columns left for the steps measured, so that nothing grows
+ROOM = 128  # columns left free for the measured steps, so that no cache grows
 Record = dict[str, Any]
 
 
@@ -68,7 +68,7 @@ class System:
         self.scale = shape.head_dim**-0.5
         draw = np.random.default_rng(0)
         self.rejected = draw.integers(0, width, (64, rows))
-        self.rejected[:, 0] = width - 1  # as many as can be, in one row at least
+        self.rejected[:, 0] = width - 1  # one row always rejects as many as possible
         self.steps = 0
         part = shape.tokens(rows, PREFILL)
         for start in range(0, columns - ROOM, PREFILL):
@@ -108,7 +108,7 @@ class System:
 
 
 class Ours(System):
-    """Takes each row's own rejected tokens back; the host knows the lengths."""
+    """Trims each row's own rejected tokens; the host knows the lengths."""
 
     def end_prefill(self) -> None:
         self.cache.resize(self.width)
@@ -126,7 +126,7 @@ class Ours(System):
 
 
 class Uniform(System):
-    """mlx-lm: the same number for every row."""
+    """mlx-lm: trims the same number of tokens from every row."""
 
     def trim(self, rejected: Any) -> None:
         if self.width > 1:
@@ -134,7 +134,7 @@ class Uniform(System):
 
 
 class Rolled(System):
-    """mlx-lm: rows are made to end in the same column again, by rolling them."""
+    """mlx-lm: rolls rows so that they end in the same column again."""
 
     def trim(self, rejected: Any) -> None:
         if self.width > 1:
@@ -143,14 +143,14 @@ class Rolled(System):
 
 
 class Untrimmed(System):
-    """mlx-lm's ring and chunk, which give nothing back once they are full."""
+    """mlx-lm's ring and chunk, which cannot be trimmed once they are full."""
 
     def trim(self, rejected: Any) -> None:
         pass
 
 
 class Chunk(Untrimmed):
-    """mlx-lm's chunk has no mask of its own: llama4 makes one."""
+    """mlx-lm's chunk with llama4's mask, since it makes none itself."""
 
     def mask(self) -> Any:
         c, n, chunk = self.cache, self.width, self.cache.chunk_size
@@ -162,7 +162,7 @@ class Chunk(Untrimmed):
 def systems(
     shape: Shape, rows: int, columns: int, width: int, window: int
 ) -> dict[str, Callable[[], System]]:
-    """How to make every system that makes sense at these sizes."""
+    """Functions that make each system, by name."""
     bucket = 256
     group = 64 if shape.head_dim % 64 == 0 else 32
     ring: Record = {"max_size": window, "max_write": PREFILL}
@@ -199,7 +199,7 @@ def systems(
 
 
 def timed(work: Callable[[], None]) -> tuple[float, float]:
-    """Milliseconds, and MiB allocated at the peak above what was there before."""
+    """Milliseconds of ``work``, and MiB by which its peak exceeds the memory before."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     start = time.perf_counter()
@@ -212,7 +212,7 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
 def layer_costs(
     shape: Shape, rows: int, columns: int, width: int, window: int, repeat: int
 ) -> list[Record]:
-    """Step times and peaks, all systems alive and taking turns."""
+    """Step times and peaks of all systems, which exist together and take turns."""
     alive = {
         name: make()
         for name, make in systems(shape, rows, columns, width, window).items()
@@ -220,7 +220,7 @@ def layer_costs(
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in alive}
     runs = {name: partial(timed, system.step) for name, system in alive.items()}
     for number, name, result in interleaved(runs, repeat + 1):
-        if number:  # the first pass compiles, and grows
+        if number:  # in the first pass code compiles and caches grow
             found[name].append(result)
     return [
         {
@@ -237,7 +237,7 @@ def layer_costs(
 
 
 def growth_costs(shape: Shape, rows: int, columns: int, repeat: int) -> list[Record]:
-    """Time and peak of the write that makes a full cache grow, and their number."""
+    """Time and peak of the write that makes a full cache grow, and count of growths."""
     makers: dict[str, Callable[[], Any]] = {
         "BatchKVCache": partial(BatchKVCache, rows),
         "mlx-lm BatchKVCache": partial(mlx_lm_cache.BatchKVCache, [0] * rows),
@@ -249,7 +249,7 @@ def growth_costs(shape: Shape, rows: int, columns: int, repeat: int) -> list[Rec
     def grow(make: Callable[[], Any]) -> tuple[float, float]:
         cache = make()
         cache.update_and_fetch(whole, whole)
-        cache.trim(1)  # so that the old columns do not end on a block
+        cache.trim(1)  # so that the old columns do not end at a block's end
         mx.eval(cache.state)
 
         def write() -> None:
@@ -279,7 +279,10 @@ def growth_costs(shape: Shape, rows: int, columns: int, repeat: int) -> list[Rec
 
 
 def count_growths(make: Callable[[], Any], columns: int = 32768) -> int:
-    """Growths of a cache that is filled a token at a time (the array is tiny)."""
+    """How often a cache grows when it is filled 128 tokens at a time.
+
+    Its arrays are tiny.
+    """
     cache = make()
     capacities: list[int] = []
     rows = cache.offset.shape[0]
@@ -293,10 +296,10 @@ def count_growths(make: Callable[[], Any], columns: int = 32768) -> int:
 
 
 def geometry(layers: int, measured: int) -> list[Record]:
-    """Bytes of 50 local layers of a 31B-like model, for one row.
+    """Memory of ``layers`` local layers of a 31B-like model, for one row.
 
-    Window 1024, prefill in chunks of 256, rounds of 5 tokens; 16 heads of 256 in
-    bfloat16. ``measured`` layers are allocated, and their bytes scaled.
+    The window has 1024 tokens, prefill chunks have 256, rounds have 5. There are 16
+    heads of 256 in bfloat16. ``measured`` layers are allocated, and their bytes scaled.
     """
     window, chunk, width, heads, dim = 1024, 256, 5, 16, 256
     per_slot = 2 * heads * dim * 2
@@ -337,7 +340,7 @@ def geometry(layers: int, measured: int) -> list[Record]:
 
 
 def tables(raw: Record) -> Iterator[str]:
-    """The measured numbers, as Markdown."""
+    """The measurements, as parts of a Markdown page."""
     yield "## One step of one layer: mask, write, attend, trim\n"
     sizes = sorted({(r["rows"], r["tokens"]) for r in raw["layer"]})
     columns = sorted({r["columns"] for r in raw["layer"]})
@@ -389,7 +392,7 @@ def main(
     out: str | None,
 ) -> None:
     cpu = backend.defaults().name == "cpu"
-    # SmolLM2's layer on a CPU, that of an 8B model elsewhere.
+    # The sizes of SmolLM2's layer on a CPU, else of an 8B model's.
     heads = heads or ("9:3:64" if cpu else "32:8:128")
     found = re.fullmatch("([1-9][0-9]*):([1-9][0-9]*):([1-9][0-9]*)", heads)
     if not found:

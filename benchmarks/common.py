@@ -1,4 +1,4 @@
-"""What every script here shares: one-line errors, reports, raw results, times."""
+"""Code that all scripts here share: one-line errors, reports, raw results, times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Script(click.Command):
         try:
             return super().invoke(ctx)
         except SpecdecError as error:
-            # SystemExit, not a click error: that one would bring the usage along.
+            # SystemExit, since a click error would print the usage, too.
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
 
@@ -42,12 +42,12 @@ def command_line() -> str:
 
 
 def header_of(title: str) -> dict[str, Any]:
-    """The head of a raw result: what was run, where, when."""
+    """The head of a raw result: the title, command, commit, time and machine."""
     return {"title": title, **origin(command_line())}
 
 
 def report_of(raw: Mapping[str, Any], body: str) -> str:
-    """A report in Markdown: what was run, where, when, and what it came to."""
+    """A report in Markdown: title, command, machine and date, then ``body``."""
     start = read_record(Start, raw)
     return (
         f"# {raw['title']}\n\n    {start.command}\n\n"
@@ -59,21 +59,21 @@ def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
     """Print ``body``; write OUT.json and OUT.md when ``out`` is given.
 
     Args:
-        raw: begins with :func:`header_of`.
-        body: Markdown, what the raw numbers come to.
+        raw: raw numbers, after the head from :func:`header_of`.
+        body: the results as Markdown.
     """
     text = report_of(raw, body)
     print(text)
     if out is None:
         return
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    # Appended, not with_suffix(): a name may hold a dot, as in "qwen2.5".
+    # Not with_suffix(), since a name may contain a dot, as in "qwen2.5".
     replace_file(Path(f"{out}.md"), text.encode())
     write_line(Path(f"{out}.json"), raw, mode="w")
 
 
 def pipelined(run: Callable[[], Any], repeat: int, warm: int = 3) -> float:
-    """Median seconds of runs, each built while the one before runs."""
+    """Median seconds of a run, when each is built while the previous one runs."""
     for _ in range(warm):
         mx.eval(run())
     return statistics.median(profiler.pipelined(run, repeat))

@@ -1,9 +1,10 @@
-"""Steps of models with recurrent layers: plain ones, and verify forwards with rollback.
+"""Time models with recurrent layers: plain steps, and verify forwards with rollback.
 
     python -m benchmarks.hybrid --out benchmarks/results/hybrid-h200
 
-Random weights of two shapes: Qwen3.5 4B, and eight layers of Qwen3-Next 80B-A3B. A
-step keeps another number of tokens in every row: the next one begins by rolling back.
+The weights are random, in two shapes: Qwen3.5 4B, and eight layers of Qwen3-Next
+80B-A3B. A step keeps different numbers of tokens in its rows, so the next step begins
+with a rollback.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from specdec.utils.tables import markdown_table
 from .common import Script, header_of, pipelined, write_report
 
 CONTEXT = 100
-# Steps before those that count: so long do graphs of MLX take to settle on CUDA.
+# Steps that do not count, since MLX's graphs on CUDA take this many to settle.
 WARM = 24
 TOKENS = (1, 2, 3, 5)
 
-# The models' configurations on the hub.
+# From the models' configurations on the hub.
 _LINEAR = {
     "linear_num_value_heads": 32, "linear_num_key_heads": 16,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128,
@@ -68,7 +69,7 @@ _FEW_EXPERTS = {
 
 
 def random_model(name: str, *, tiny: bool) -> nn.Module:
-    """A model of the shape with random weights in bfloat16."""
+    """A model of the shape with random weights, in bfloat16 or, if tiny, in float32."""
     arch, config = SHAPES[name]
     if tiny:
         config = {**config, **_TINY, **(_FEW_EXPERTS if config["num_experts"] else {})}
@@ -80,7 +81,7 @@ def random_model(name: str, *, tiny: bool) -> nn.Module:
     def filled(a: mx.array) -> mx.array:
         if a.ndim > 1:
             a = mx.random.uniform(-0.02, 0.02, a.shape)
-        # On a CPU, MLX gathers experts in float32 alone.
+        # On a CPU, MLX gathers experts only in float32.
         a = a.astype(mx.float32 if tiny else mx.bfloat16)
         mx.eval(a)
         return a
@@ -90,7 +91,7 @@ def random_model(name: str, *, tiny: bool) -> nn.Module:
 
 
 def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
-    """Forwards of ``s`` tokens, of which row ``i`` keeps all but ``i % s``."""
+    """The engine's forwards of ``s`` tokens; row ``i`` rejects ``i % s`` of them."""
     runner = ModelRunner(model, "model", EngineConfig(), defaults())
     prompts = [[3] * CONTEXT] * b
     rows = runner.rows(prompts, max_round=s, max_length=6 * CONTEXT, single_stays=True)
@@ -109,7 +110,7 @@ def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
 
 
 def peer_step(model: nn.Module, b: int) -> Callable[[], Any]:
-    """mlx-lm's plain steps of a batch whose rows are equally long."""
+    """mlx-lm's plain steps of a batch of equally long rows."""
     caches: Any = make_prompt_cache(model)
     mx.eval(model(mx.ones((b, CONTEXT), mx.int32), cache=caches))
     tokens = mx.ones((b, 1), mx.int32)
@@ -117,7 +118,7 @@ def peer_step(model: nn.Module, b: int) -> Callable[[], Any]:
 
 
 def body_of(records: Sequence[dict[str, Any]]) -> str:
-    """The table of what was measured."""
+    """The measurements as a table."""
     header = ["shape", "rows", "mlx-lm, 1 token", *(f"{s} tokens" for s in TOKENS)]
     rows: dict[tuple[str, int], list[str]] = {}
     for r in records:
@@ -143,7 +144,7 @@ def main(rows: tuple[int, ...], repeat: int, tiny: bool, out: str | None) -> Non
     for name in SHAPES:
         model = random_model(name, tiny=tiny)
         theirs = [1e3 * pipelined(peer_step(model, b), repeat, WARM) for b in rows]
-        fit(model)  # as every model that is loaded
+        fit(model)  # as loading does with every model
         for b, ms in zip(rows, theirs, strict=True):
             found = [{"shape": name, "rows": b, "tokens": 1, "of": "mlx-lm", "ms": ms}]
             for s in TOKENS:

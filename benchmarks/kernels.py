@@ -1,4 +1,4 @@
-"""What kernels take beside MLX's own: attention, products, packed products, n-grams."""
+"""Times of kernels and of MLX's own: attention, products, packed ones, n-grams."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def require_runs(proven: bool, repeat: int) -> None:
-    """Refuse a machine without the kernel, or a median of nothing."""
+    """Raise ConfigError if the kernel cannot run here or ``repeat`` is below 2."""
     if not proven:
         raise ConfigError(NO_KERNEL)
     if repeat < 2:
@@ -68,16 +68,17 @@ def require_runs(proven: bool, repeat: int) -> None:
 def chain_us(
     chain: Callable[[mx.array], mx.array], x: mx.array, repeat: int, length: int
 ) -> float:
-    """Median microseconds of one of a chain's operations, which follow each other.
+    """Median microseconds of an operation in a chain of ``length`` dependent ones.
 
-    Each chain, compiled, is built while the one before runs, as a forward's layers are.
+    The chain is compiled. Each run is built while the previous one runs, as forwards
+    are.
     """
     compiled = mx.compile(chain)
     return pipelined(lambda: compiled(x), repeat) / length * 1e6
 
 
 def marked(microseconds: float, used: bool) -> str:
-    """A table's cell, bold where the kernel is used."""
+    """A table's cell, in bold if ``used``."""
     return f"**{microseconds:.1f}**" if used else f"{microseconds:.1f}"
 
 
@@ -97,7 +98,7 @@ LAYERS = 24
 def mlx_attention(
     q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array
 ) -> mx.array:
-    """MLX's own."""
+    """MLX's own attention."""
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
 
@@ -108,7 +109,7 @@ def attention_us(
     mask: mx.array,
     repeat: int,
 ) -> float:
-    """Median time of one attention among those of other layers."""
+    """Median microseconds of one attention in a chain through several layers."""
     scale, columns = q.shape[-1] ** -0.5, mask.shape[-1]
 
     def chain(x: mx.array) -> mx.array:
@@ -145,7 +146,7 @@ def attention(
     for name, heads, key_heads, size in HEADS:
         for b, held in ((b, held) for b in rows for held in columns):
             layers = min(LAYERS, max(2, 2**33 // (4 * b * key_heads * held * size)))
-            # A quarter more than is read, as caches have.
+            # A quarter more columns than are read, as in caches.
             shape = (b, key_heads, held + held // 4, size)
             pairs = [
                 tuple(mx.random.normal(shape).astype(kind) for _ in range(2))
@@ -186,7 +187,7 @@ def attention(
 
 # -- products of few rows ----------------------------------------------------
 
-# (name, K, N): one product with (N, K), one with (K, N), in turn.
+# (name, K, N): products with (N, K) and with (K, N) alternate.
 MATRICES = (
     ("SmolLM2 MLP", 576, 1536),
     ("Qwen2.5 1.5B attention", 1536, 2048),
@@ -195,7 +196,7 @@ MATRICES = (
     ("Qwen2.5 1.5B gate and up", 1536, 17920),
     ("Llama 8B MLP", 4096, 14336),
 )
-# More than any cache holds.
+# More bytes than any device's cache holds.
 CHAIN_BYTES = 2**30
 
 
@@ -205,7 +206,7 @@ def product_us(
     pairs: Sequence[tuple[Any, Any]],
     repeat: int,
 ) -> float:
-    """Median time of one product among others that follow each other."""
+    """Median microseconds of one product in a chain of dependent products."""
 
     def chain(x: mx.array) -> mx.array:
         for up, down in pairs:
@@ -266,10 +267,10 @@ def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> N
 
 # -- products with packed weights --------------------------------------------
 
-# (K, N): one product with (N, K), one with (K, N), in turn.
+# (K, N): products with (N, K) and with (K, N) alternate.
 PACKED = ((4096, 4096), (4096, 14336), (4096, 28672))
 PACKED_ROWS = (1, 8, 16, 40, 64, 160, 256, 512)
-# Rows, and tokens of each; tokens before them.
+# Tokens of context; (rows, tokens of each row) of a step.
 CONTEXT = 200
 STEPS = ((1, 1), (1, 2), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
 
@@ -278,19 +279,19 @@ Matrix = tuple[mx.array, mx.array, mx.array]
 
 
 def by_kernel(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
-    """The kernel's product; where there is no CUDA, MLX's in its place."""
+    """The kernel's product, or MLX's if there is no CUDA."""
     if mx.default_device() == mx.cpu:
         return by_mlx(x, w, group_size, bits)
     return packed_matmul.product(x, w, bits=bits, group_size=group_size)[0]
 
 
 def by_mlx(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
-    """MLX's, which compiles for half a minute where there is more than a row."""
+    """MLX's product, which compiles for half a minute for more than one row."""
     return mx.quantized_matmul(x, *w, True, group_size, bits)
 
 
 def unpacked(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
-    """The dense product with the matrix, unpacked first."""
+    """The dense product with the matrix after unpacking it."""
     return x @ mx.dequantize(*w, group_size, bits).T
 
 
@@ -374,14 +375,14 @@ def packed(
 
 
 def prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:
-    """Rows of different lengths, as prompts have; the longest has ``context``."""
+    """Random prompts of different lengths; the longest has ``context`` tokens."""
     draw = np.random.default_rng(0)
     lengths = [max(1, context - i) for i in range(batch)]
     return [draw.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
 def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
-    """Forwards of the engine, each taken back."""
+    """The engine's forwards; each is trimmed again."""
     runner = ModelRunner(model, "model", EngineConfig(), defaults())
     length = CONTEXT + 4 * s + 64
     rows = runner.rows(prompts(b, CONTEXT, 200), max_round=s, max_length=length)
@@ -398,7 +399,10 @@ def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
 
 
 def peer_step(filler: nn.Module, model: nn.Module, b: int, s: int) -> Callable[[], Any]:
-    """mlx-lm's, the same; ``filler``, which compiles less, fills the cache."""
+    """mlx-lm's forwards, trimmed in the same way.
+
+    ``filler`` fills the cache, since it compiles less.
+    """
     caches: Any = make_prompt_cache(model)
     if b > 1:
         caches = [BatchKVCache([0] * b) for _ in caches]
@@ -443,7 +447,7 @@ def steps(
                 ("specdec", engine_step, model),
                 ("mlx_lm", partial(peer_step, model), twin),
             )
-            if s == 1 or name == "specdec"  # MLX would compile for long
+            if s == 1 or name == "specdec"  # MLX compiles other sizes for too long
         }
         records.append({"rows": b, "tokens": s, **found})
         print(records[-1], file=sys.stderr, flush=True)
@@ -498,7 +502,7 @@ def cold(shape: str, bits: int, peer: bool) -> None:
 
 
 def peer_wave(model: nn.Module, ids: list[list[int]]) -> None:
-    """What mlx-lm's ``batch_generate`` does."""
+    """Decode as mlx-lm's ``batch_generate`` does."""
     (generator := BatchGenerator(model, max_tokens=32)).insert(ids)
     while any(generator.next_generated()):
         pass
@@ -513,10 +517,10 @@ WARM_UP = 3
 def lookup_ms(
     num_rows: int, history: int, k: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of each round, waited for, with rows of up to ``history`` tokens.
+    """Milliseconds of the parts of each round, with rows of up to ``history`` tokens.
 
-    Tokens are random, which costs what others do: all slots are compared. Of each
-    round three tokens are kept.
+    Each part is waited for. Tokens are random, which does not change the cost, since
+    all slots are compared. Each round keeps up to three tokens.
     """
     draw = np.random.default_rng(num_rows)
     length = history - (k + 1) * (rounds + WARM_UP + 2)

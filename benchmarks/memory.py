@@ -1,7 +1,7 @@
-"""What a run was told to hold beside what it held at its fullest, loading included.
+"""Compare a run's planned memory with its measured peak, including loading.
 
-The plan is made from the files alone, before anything is loaded; MLX's peak is read
-after the run. Both count what MLX allocates.
+The plan is made from the files alone, before anything is loaded. MLX's peak is read
+after the run. Both count MLX's allocations.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Run:
     """One run: rows of equal length.
 
     Args:
-        rows: that decode together.
-        prompt, generated: tokens of each.
+        rows: number of rows that decode together.
+        prompt, generated: prompt tokens and generated tokens of each row.
         dtype, draft: as for ``specdec run``.
         config, params: other options of the engine, and of the requests.
-        fallback: bits of keys and values that ``kv_bits="auto"`` has to fall back
-            to: the limit is what the run needs with them.
+        fallback: bits of keys and values to which ``kv_bits="auto"`` must fall back.
+            The memory limit is what the run needs with these bits.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """The run's name in the table."""
         words = [f"{self.rows} x ({self.prompt} + {self.generated})", self.dtype]
         if self.draft is not None:
             words.append(f"draft {self.draft}")
@@ -122,7 +122,8 @@ def measure(target: str, run: Run) -> dict[str, Any] | None:
     """Plan a run from its files, then load its models and decode.
 
     Returns:
-        ``None`` where there is nothing to fall back for: loading takes most.
+        ``None`` if packed keys and values would not lower the peak, since it is reached
+        while loading.
     """
     params = SamplingParams(max_tokens=run.generated, **run.params)
     config = EngineConfig(
@@ -165,7 +166,7 @@ def measure(target: str, run: Run) -> dict[str, Any] | None:
 
 
 def plan_of(target: str, run: Run, options: dict[str, Any]) -> MemoryPlan:
-    """The plan of a run, from the files of its models."""
+    """Plan a run's memory from the files of its models."""
     config = EngineConfig(**{"batch_size": run.rows, "num_draft_tokens": 3, **options})
     of_target, of_draft = outline(target, dtype=run.dtype), None
     spec = draft_for(target, run.draft)
@@ -183,7 +184,7 @@ def plan_of(target: str, run: Run, options: dict[str, Any]) -> MemoryPlan:
 
 
 def prompt_of(decoder: SpecDecoder, index: int, length: int) -> list[int]:
-    """Exactly ``length`` tokens of text, another for every row."""
+    """Exactly ``length`` tokens of a text that differs for every row."""
     text = "".join(TEXT.format(year=1500 + 10 * index + i) for i in range(length // 20))
     tokens: list[int] = decoder.tokenizer.encode(text + TEXT.format(year=1500 + index))
     return tokens[:length]

@@ -1,7 +1,7 @@
-"""What the engine's own code costs in a round: everything but the model.
+"""The time of the engine's own code in a round: everything but the model.
 
-The stub computes nothing: its logits are made once for every shape. What is left is
-the scheduler, the round, sampling, text, and MLX's calls that they make.
+A stub replaces the model. It computes nothing: its logits are made once for each shape.
+What is left is the scheduler, the round, sampling, text, and their calls to MLX.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from specdec.utils.tables import markdown_table, show_spread
 
 VOCAB = 256
 WARM_UP = 20
-#: Milliseconds that the engine may take: of a round, and of each row in it.
+#: Milliseconds that the engine may take for a round, and for each of its rows.
 PER_ROUND, PER_ROW = 0.3, 0.05
 
 
 class StubRunner:
-    """In the place of a ModelRunner: every position has the same logits."""
+    """A stand-in for a ModelRunner that gives every position the same logits."""
 
     vocab_size = VOCAB
     prefixes = recorder = compiled = None
@@ -55,7 +55,7 @@ class StubRunner:
 
 
 class StubRows:
-    """In the place of ModelRows: knows its rows' lengths and nothing else."""
+    """A stand-in for ModelRows that knows only its rows' lengths."""
 
     def __init__(self, runner: StubRunner, lengths: list[int]):
         self.runner = runner
@@ -119,7 +119,7 @@ class Words:
         return VOCAB
 
 
-#: What rows ask for -> its parameters; ``None``: tokens alone, no text.
+#: Sampling parameters by what rows ask for; ``None`` asks for tokens without text.
 ASKED: dict[str, dict[str, Any] | None] = {
     "tokens": None,
     "text": {},
@@ -154,14 +154,15 @@ def make_session(asked: str, batch_size: int, k: int) -> Session:
 
 
 def measure(asked: str, batch_size: int, k: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of a mean round: the host thread's time, and the clock's.
+    """Milliseconds of a mean round, by the host thread's time and by the clock.
 
-    Handing a round's graph to MLX (``mx.async_eval``) is told apart.
+    ``engine_ms`` leaves out the time to hand a round's graph to MLX
+    (``mx.async_eval``).
     """
     session = make_session(asked, batch_size, k)
     while session.stats.rounds < WARM_UP:
         for event in session.step():
-            # A stub that lacks what the engine asks of a model.
+            # A row that ends here shows an error: the stub lacks something.
             assert event.result is None, event.result.error
     handing_over = 0.0
     hand_over = mx.async_eval

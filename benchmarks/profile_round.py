@@ -1,4 +1,4 @@
-"""Where the host's time of one decode round goes: building, handing over, waiting.
+"""The host's time in a decode round by phase: building, handing over, waiting.
 
 Under ``mlx.launch`` the target is divided between the ranks; the times are rank 0's.
 """
@@ -34,11 +34,11 @@ from specdec.utils.tables import markdown_table
 
 PHASES = ("draft forwards", "target forward", "hand over", "wait", "rest")
 WARM_UP = 4
-GROUP_SIZE = 64  # numbers that share a scale, with --bits
+GROUP_SIZE = 64  # weights that share a scale, with --bits
 
 
 class Clock:
-    """Seconds spent in each phase; a phase inside another is part of that one."""
+    """Seconds spent in each phase; a phase inside another counts to the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -63,7 +63,7 @@ class Clock:
 
 @contextmanager
 def watched(clock: Clock, target: nn.Module, draft: nn.Module | None) -> Iterator[None]:
-    """Time what a round does, whatever the engine calls its parts."""
+    """Time a round's phases by patching MLX and the models, not the engine."""
 
     def forward(model: nn.Module, *_: Any) -> str:
         return "target forward" if model is target else "draft forwards"
@@ -85,7 +85,7 @@ def watched(clock: Clock, target: nn.Module, draft: nn.Module | None) -> Iterato
 def load_target(
     source: str, dtype: str, bits: int, ranks: Ranks | None, *, ours: bool = True
 ) -> LoadedModel:
-    """A target, or this rank's shard of it; if not ``ours``, as mlx-lm has it."""
+    """Load a target, or this rank's shard; if not ``ours``, with mlx-lm's layers."""
     if not source.startswith("random:"):
         return load(source, dtype=dtype, ranks=ranks)
     shape, num_layers = random_shape(source)
@@ -107,7 +107,7 @@ def load_target(
 def profile(
     target: LoadedModel, draft: nn.Module | None, k: int, batch_size: int, rounds: int
 ) -> dict[str, float]:
-    """Milliseconds of each phase in a mean round, the first ones left out."""
+    """Milliseconds of each phase in a mean round, without the first rounds."""
     decoder = SpecDecoder(
         target,
         token_level(draft) if draft and k else None,
@@ -115,7 +115,7 @@ def profile(
     )
     if decoder.follow():
         return {}
-    # Enough that no row ends, whatever is accepted.
+    # Enough tokens that no row ends, whatever is accepted.
     params = SamplingParams(max_tokens=(rounds + WARM_UP + 4) * (k + 1))
     prompts = random_prompts(batch_size, 64, decoder.bounds.vocab_size)
     events = decoder.stream(prompts, params)
@@ -138,13 +138,13 @@ def profile(
 
 
 def mlx_lm_step(model: nn.Module, batch_size: int, rounds: int) -> float:
-    """Milliseconds of a mean step of mlx-lm's generator, the same on every rank."""
+    """Milliseconds of a mean step of mlx-lm's generator, which runs on every rank."""
     generator = BatchGenerator(model, completion_batch_size=batch_size)
     vocab_size = model(mx.array([[0]])).shape[-1]
     prompts = random_prompts(batch_size, 64, vocab_size)
     generator.insert(prompts, [rounds + WARM_UP + 8] * batch_size)
     running = 0
-    while running < batch_size:  # prompts are taken in eight at a time
+    while running < batch_size:  # mlx-lm prefills eight prompts at a time
         running = len(generator.next_generated())
     for i in range(WARM_UP + rounds):
         if i == WARM_UP:
@@ -156,7 +156,7 @@ def mlx_lm_step(model: nn.Module, batch_size: int, rounds: int) -> float:
 
 
 def tokens_per_round(acceptance: float, k: int) -> float:
-    """Expected tokens of a row, where each draft token is kept by the same chance."""
+    """Expected tokens of a row if each draft token is accepted with the same chance."""
     return sum(acceptance**i for i in range(k + 1))
 
 

@@ -1,8 +1,8 @@
-"""Servers under an open-loop load: requests arrive by chance, whatever is answered.
+"""Servers under an open-loop load: random arrivals, which do not wait for answers.
 
-Each server is started as a process of its own, warmed up, and sent the same requests
-at the same moments, at one rate after the other. Clients stream, so that a token's time
-is known.
+Each server runs as a process of its own. It is warmed up and gets the same requests at
+the same times, at one rate after the other. Clients stream, so that the times of tokens
+are known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ SYSTEMS = ("specdec", "plain", "mlx-lm")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client saw; seconds since it asked. No tokens: the request failed."""
+    """A client's measurements of a request.
+
+    Args:
+        asked: the clock's time of the request, in seconds.
+        first, last: seconds from then to the first and to the last text.
+        tokens: generated tokens; 0 if the request failed.
+    """
 
     asked: float
     first: float
@@ -49,7 +55,7 @@ def command_of(system: str, port: int, options: dict[str, Any]) -> list[str]:
         return [
             sys.executable, "-m", "mlx_lm.server", "--model", target,
             "--port", str(port), "--decode-concurrency", batch,
-            # As many rows at least, whatever the other says.
+            # mlx-lm decodes at least as many rows, whatever --decode-concurrency says.
             "--prompt-concurrency", str(min(8, int(batch))),
             "--max-tokens", str(options["max_tokens"]), "--log-level", "ERROR",
         ]  # fmt: skip
@@ -62,7 +68,7 @@ def command_of(system: str, port: int, options: dict[str, Any]) -> list[str]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: Any, max_tokens: int) -> Answer:
-    """Send a request, and read its answer as it comes."""
+    """Send a request, and read the streamed answer."""
     is_text = isinstance(prompt, str)
     messages = [{"role": "user", "content": prompt}] if is_text else prompt
     body = {
@@ -100,7 +106,7 @@ async def ask(client: httpx.AsyncClient, prompt: Any, max_tokens: int) -> Answer
 
 
 async def warm_up(client: httpx.AsyncClient, prompts: list[Any]) -> None:
-    """A few requests alone, and as many at once as rows are usual."""
+    """Send four requests one by one, then up to 32 at once."""
     for prompt in prompts[:4]:
         await ask(client, prompt, 8)
     await asyncio.gather(*(ask(client, p, 32) for p in prompts[:32]))
@@ -112,7 +118,7 @@ async def load(
     arrivals: list[float],
     max_tokens: int,
 ) -> tuple[float, list[Answer]]:
-    """All requests, each at its moment; how long it took, and the answers."""
+    """Send all requests at their times; return the seconds taken and the answers."""
     began = time.perf_counter()
 
     async def one(i: int) -> Answer:
@@ -135,7 +141,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def arrivals_at(rate: float, requests: int, seed: int) -> list[float]:
-    """Moments of requests that arrive independently, in seconds."""
+    """Times in seconds of requests that arrive independently (Poisson)."""
     rng = random.Random(seed)
     return [0.0, *accumulate(rng.expovariate(rate) for _ in range(requests - 1))]
 
@@ -149,7 +155,7 @@ def measure(
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = command_of(system, port, options)
-    # mlx-lm notes every request there.
+    # mlx-lm logs every request to these streams.
     quiet = subprocess.DEVNULL if system == "mlx-lm" else None
 
     async def loads() -> list[dict[str, Any]]:
@@ -175,7 +181,7 @@ def measure(
 
 
 def summary(seconds: float, answers: list[Answer]) -> dict[str, Any]:
-    """Throughput and latencies of a load; without latencies if all of it failed."""
+    """Throughput and latencies of a load; neither if all requests failed."""
     failed = sum(not a.tokens for a in answers)
     counts = {"requests": len(answers), "failed": failed}
     if failed == len(answers):

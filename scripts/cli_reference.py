@@ -3,9 +3,9 @@
 
 Usage: scripts/cli_reference.py [--check]
 
-With --check nothing is written; the exit code is 1 where the page is not what the
-commands say. The page does not depend on the terminal's width: click's names, types
-and texts are taken, not the help that it lays out.
+With --check nothing is written, and the exit code is 1 if the page differs from the
+commands. The page does not depend on the terminal's width: it is made from click's
+names, types and texts, not from click's formatted help.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ when interrupted. `-h` or `--help` after a command shows its part of this page;
 def commands(
     command: click.Command, path: str
 ) -> Iterator[tuple[str, click.Command, click.Context]]:
-    """Every command below one, and its full name; groups that only hold others too."""
+    """Yield (full name, command, context) of a command and of all commands below it.
+
+    Groups are included, except for the program itself.
+    """
     context = click.Context(command, info_name=path)
     if path != cli.name:
         yield path, command, context
@@ -72,7 +75,7 @@ def section(path: str, command: click.Command, context: click.Context) -> str:
     parts = [f"## {path}\n", f"    {usage}\n", body(command.help or "")]
     groups = grouped(command, context)
     for title, some in groups.items():
-        # ``--help`` is the introduction's.
+        # The introduction documents ``--help``.
         rows = [(names(o), meaning(o)) for o in some if o in command.params]
         if rows:
             head = title.lower() if len(groups) > 1 else "option"
@@ -81,7 +84,7 @@ def section(path: str, command: click.Command, context: click.Context) -> str:
 
 
 def body(text: str) -> str:
-    """A command's text; blocks that click keeps as they are become code."""
+    """A command's text as Markdown; blocks that click does not wrap become code."""
     parts = []
     for block in inspect.cleandoc(text).partition("\f")[0].strip().split("\n\n"):
         if block.startswith("\b"):
@@ -93,7 +96,7 @@ def body(text: str) -> str:
 
 
 def names(option: click.Option) -> str:
-    """``--target``, ``--model MODEL``: what is typed."""
+    """The option as it is typed: ``--target``, ``--model MODEL``."""
     value = ""
     if not option.is_flag and not option.count:
         value = option.metavar or metavar(option.type)
@@ -104,14 +107,14 @@ def names(option: click.Option) -> str:
 
 
 def metavar(kind: Any) -> str:
-    """What stands for a value that has no name of its own."""
+    """The placeholder of a value whose option names none."""
     if isinstance(kind, click.Choice):
         return "|".join(map(str, kind.choices))
     return str(kind.name).upper().removesuffix(" RANGE")
 
 
 def meaning(option: click.Option) -> str:
-    """The help text, then what holds when the option is left out."""
+    """The help text, then whether the option is required, its bounds and default."""
     text, _, default = (option.help or "").partition(" [default: ")
     default = default.removesuffix("]")
     if isinstance(option.show_default, str):
@@ -132,7 +135,7 @@ def meaning(option: click.Option) -> str:
 
 
 def bounds(kind: click.IntRange | click.FloatRange) -> str:
-    """``at least 1``, ``0 to 1``."""
+    """The range of a number in words: ``at least 1``, ``0 to 1``."""
     low, high = kind.min, kind.max
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"
@@ -144,13 +147,13 @@ def bounds(kind: click.IntRange | click.FloatRange) -> str:
 
 
 def prose(text: str) -> str:
-    """Text as Markdown: marks are escaped, options are code."""
+    """The text as Markdown, with marks escaped and options as code."""
     text = re.sub(r"([\\*<\[\]|])", r"\\\1", text)
     return re.sub(r"(?<![\w`-])(--[a-z][a-z-]*[a-z])", r"`\1`", text)
 
 
 def cell(text: str) -> str:
-    """Code in a table, where a bar ends the cell."""
+    """Code with escaped bars, since a bar would end the table's cell."""
     return text.replace("|", "\\|")
 
 
@@ -161,7 +164,7 @@ def table(header: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 1 where ``--check`` found another page."""
+    """Write or check the page; return exit code 1 if ``--check`` finds a difference."""
     made = page()
     if arguments not in ([], ["--check"]):
         print(f"error: usage: {Path(__file__).name} [--check]", file=sys.stderr)

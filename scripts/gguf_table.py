@@ -1,10 +1,10 @@
-"""What packing a GGUF type in MLX's groups of 32 costs in accuracy and memory.
+"""Accuracy and memory of GGUF types, packed in MLX's groups of 32.
 
     python scripts/gguf_table.py    # prints the table of docs/gguf.md
 
-Normal weights are put in each type: its groups, its number of steps, scales of 6 bits
-left out. Codebook types, which no public code writes, are random blocks: of these only
-what packing adds is known.
+Normally distributed weights are rounded as each type does, with its groups and its
+number of steps, but without its 6-bit scales. No public code writes codebook types, so
+their blocks are random. For these only the error that packing adds is known.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _SIZES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values
 
 
 def symmetric(values: Any, group: int, low: int) -> Any:
-    """Steps from ``low`` to ``-low - 1``; the largest value is the lowest step."""
+    """Values rounded to steps from ``low`` to ``-low - 1``.
+
+    The value of the largest magnitude becomes the step ``low``.
+    """
     groups = values.reshape(-1, group)
     largest = groups[np.arange(len(groups)), np.abs(groups).argmax(axis=1)]
     step = (largest / low)[:, None]
@@ -36,7 +39,7 @@ def symmetric(values: Any, group: int, low: int) -> Any:
 
 
 def affine(values: Any, group: int, most: int) -> Any:
-    """Steps from 0 to ``most`` above the least value."""
+    """Values rounded to steps from 0 to ``most`` above the least value or 0."""
     groups = values.reshape(-1, group)
     least = np.minimum(groups.min(axis=1, keepdims=True), 0)
     step = (groups.max(axis=1, keepdims=True) - least) / most
@@ -45,7 +48,7 @@ def affine(values: Any, group: int, most: int) -> Any:
 
 
 def levels(values: Any, group: int) -> Any:
-    """The nearest of 16 levels of different distances."""
+    """Values rounded to the nearest of 16 levels, which are unevenly spaced."""
     groups = values.reshape(-1, group)
     largest = groups[np.arange(len(groups)), np.abs(groups).argmax(axis=1)]
     step = (largest / _LEVELS[0])[:, None]
@@ -65,11 +68,11 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def random_blocks(name: str, rng: np.random.Generator) -> Any:
-    """Values of random codes, all blocks with one scale."""
+    """Values of blocks with random codes and the same scale."""
     elements, size = _SIZES[name]
     blocks = rng.integers(0, 256, (256, 4, size), dtype=np.uint8)
     scale = np.array([0.01], np.float16).view(np.uint8)
-    if name == "IQ1_M":  # its scale lies in the high halves of four words
+    if name == "IQ1_M":  # its scale lies in the high four bits of four words
         bits = int(scale.view(np.uint16)[0])
         for i in range(4):
             blocks[..., 49 + 2 * i] &= 15
@@ -85,7 +88,7 @@ def root_mean_square(values: Any) -> float:
 
 
 def packed(values: Any, bits: int) -> Any:
-    """The values as they are after packing, scales in float16."""
+    """The values after packing, with scales in float16."""
     codes, scale, low = repack(values.astype(np.float32), bits, mx.float16)
     scales, least = (np.array(a.astype(mx.float32))[..., None] for a in (scale, low))
     return (codes * scales + least).reshape(values.shape)

@@ -3,11 +3,11 @@
 
 Usage: scripts/mlx_lm_tests.py [SDIST.tar.gz]
 
-mlx-lm's source release carries its tests; without an argument the release of the
-installed version is downloaded by pip. Nothing of it is kept. The tests that speak
-of batch caches are run with this project's classes in the place of mlx-lm's, and
-BatchGenerator is handed this project's caches. Where a test loads a model from the
-hub it gets a small random one, with the tokenizer of the default model.
+mlx-lm's source release contains its tests. Without an argument, pip downloads the
+release of the installed version; it is deleted at the end. Tests of batch caches run
+with this project's classes in place of mlx-lm's, and BatchGenerator gets this project's
+caches. A test that loads a model from the hub gets a small random model with the
+tokenizer of the default model.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ GENERATOR_TESTS = (
     "test_remove_prompt_batch_updates_currently_processing",
     "test_batch_mixes_sequences_with_and_without_processors",
 )
-# Not run: tests of left padding, which these caches do not have (masks, filter's
-# left shift, files of batch caches), of the class that max_kv_size makes, of
-# recurrent layers, and those that touch no cache (statistics, logprobs).
+# Some tests are not run: tests of left padding, which these caches do not have (masks,
+# filter's left shift, files of batch caches), of the class that max_kv_size makes, of
+# recurrent layers, and tests that use no cache (statistics, logprobs).
 
 
 KINDS: dict[type[Any], Any] = {
@@ -62,7 +62,7 @@ handed_over = 0
 
 
 class Generator(BatchGenerator):
-    """BatchGenerator over this project's caches, also those of earlier requests."""
+    """BatchGenerator that uses this project's caches, also for given earlier caches."""
 
     def insert_segments(
         self, segments: Any, max_tokens: Any = None, caches: Any = None, *more: Any
@@ -78,7 +78,7 @@ class Generator(BatchGenerator):
 
 
 def load_tests(folder: Path, name: str) -> Any:
-    """A test module of the source release."""
+    """Load a test module of the source release."""
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -88,7 +88,7 @@ def load_tests(folder: Path, name: str) -> Any:
 
 
 def small_model(path: str) -> tuple[Any, Any]:
-    """What ``mlx_lm.load`` returns: a random model, a real tokenizer."""
+    """A stand-in for ``mlx_lm.load``: a random model and a real tokenizer."""
     tokenizer = load(DEFAULT_TARGET).tokenizer
     mx.random.seed(0)
     model = llama.Model(
@@ -108,7 +108,7 @@ def small_model(path: str) -> tuple[Any, Any]:
 
 
 def source_release(folder: Path) -> Path:
-    """The installed version's source release, downloaded."""
+    """Download the source release of the installed version."""
     version = metadata.version("mlx-lm")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--no-binary", ":all:", "-d", str(folder), f"mlx-lm=={version}"]
@@ -118,12 +118,12 @@ def source_release(folder: Path) -> Path:
 
 
 def suite_of(module: Any, case: str, names: tuple[str, ...]) -> unittest.TestSuite:
-    """The named tests; a name that is gone is an error."""
+    """The named tests; raises an error if a test does not exist."""
     return unittest.TestSuite(getattr(module, case)(name) for name in names)
 
 
 def main() -> int:
-    """Exit status 0 when every test passes."""
+    """Run the tests; return exit status 0 if all pass."""
     with tempfile.TemporaryDirectory() as tmp:
         given = sys.argv[1:]
         archive = Path(given[0]) if given else source_release(Path(tmp))

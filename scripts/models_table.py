@@ -3,8 +3,7 @@
 
 Usage: scripts/models_table.py
 
-tests/models/test_architectures.py runs each of them, and fails where the page says
-something else.
+tests/models/test_architectures.py runs each of them, and fails if the page differs.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
 Usage: scripts/readme_tables.py [--check]
 
-A page has a table between ``<!-- table: NAME -->`` and ``<!-- end of table -->``;
-TABLES below says what is in it, a line for each. With --check nothing is written;
-the exit code is 1 where a page is not what the raw results say.
+A page has a table between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+TABLES below describes each table in one line. With --check nothing is written, and the
+exit code is 1 if a page differs from the raw results.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Table:
-    """What a table shows of one file, or of several.
+    """A table of the results in one file, or in several.
 
     Args:
-        file: below benchmarks/results: NAME of a NAME.json that version 0.1's
-            decode or draft_length wrote, or a folder of ``specdec bench``.
-            Of several: the file, the beginning of a row's name in it, and a label.
-        title: what stands over the names of the rows.
+        file: a name below benchmarks/results: NAME of a NAME.json that version 0.1's
+            decode or draft_length wrote, or a folder of ``specdec bench``. For several
+            files, a triple of each: file, beginning of a row's name, label.
+        title: the header over the names of the rows.
         columns: names of COLUMNS below, in their order.
-        rows: beginnings of what rows are called in the file (``specdec, draft B=8``;
-            ``ngram B=1 k=auto``; ``batch 4: specdec``), in their order; none: all.
+        rows: beginnings of the rows' names in the file (``specdec, draft B=8``;
+            ``ngram B=1 k=auto``; ``batch 4: specdec``), in their order; empty for all.
     """
 
     file: str | Sequence[tuple[str, str, str]]
@@ -68,7 +68,7 @@ JOBS = [
     )
 ]
 
-# A line for each table; a page shows it where its marker stands.
+# A line for each table; a page shows the table at its marker.
 # ruff: noqa: E501
 # fmt: off
 TABLES = {
@@ -102,17 +102,17 @@ TABLES = {
 
 # -- passes of version 0.1's scripts -------------------------------------------
 
-#: A pass: waves of rows that begin together, each with its steps and rounds.
+#: A pass as waves: rows of a wave begin together; it has its steps and rounds.
 Waves = dict[str, Any]
 
 
 def total(record: Waves, name: str) -> float:
-    """The sum of one number over the waves of a pass."""
+    """The sum of a field over the waves of a pass."""
     return float(sum(wave[name] for wave in record["waves"]))
 
 
 def decode_rate(record: Waves) -> float:
-    """Tokens per second from each wave's last first token on."""
+    """Tokens per second, counted in each wave from its last row's first token."""
     seconds = total(record, "decode_seconds")
     return total(record, "decode_tokens") / seconds if seconds else 0.0
 
@@ -132,7 +132,7 @@ def full_rate(record: Waves) -> float:
 
 
 def step_ms(record: Waves) -> float:
-    """Median milliseconds of a step with all rows running; 0 without any."""
+    """Median milliseconds of a step with all rows running; 0 without such steps."""
     found = [
         ms
         for wave in record["waves"]
@@ -147,14 +147,14 @@ def step_ms(record: Waves) -> float:
 
 @dataclass(frozen=True)
 class Pass:
-    """What tables need of a pass.
+    """The numbers of a pass that tables need.
 
     Args:
         rate: tokens per second: of decoding in 0.1's scripts, else of the whole job.
-        full: the same while every row was running, in 0.1's scripts.
-        rounds, drafted, accepted: of all rows.
-        ms: of a round with all rows running, in 0.1's scripts.
-        peak: bytes above what was allocated before it.
+        full: tokens per second while every row was running; only in 0.1's scripts.
+        rounds, drafted, accepted: rounds and draft tokens, summed over all rows.
+        ms: milliseconds of a round with all rows running; only in 0.1's scripts.
+        peak: peak bytes above those allocated before the pass.
     """
 
     rate: float
@@ -167,7 +167,7 @@ class Pass:
 
     @classmethod
     def of_waves(cls, record: Waves) -> Pass:
-        """Of 0.1's scripts."""
+        """A pass of version 0.1's scripts."""
         return cls(
             rate=decode_rate(record),
             full=full_rate(record),
@@ -180,7 +180,7 @@ class Pass:
 
     @classmethod
     def of_job(cls, record: JobRecord) -> Pass:
-        """Of ``specdec bench``."""
+        """A pass of ``specdec bench``."""
         return cls(
             rate=record.rate,
             full=0.0,
@@ -197,15 +197,15 @@ class Row:
     """One system of a file, at one batch and draft length.
 
     Args:
-        key: what the file calls it.
-        label: what a table calls it.
+        key: its name in the file.
+        label: its name in a table.
         batch: rows that decode together.
         k: the draft length; empty without a draft.
         first: the first pass, which does not count for speed.
-        passes: those that do.
-        plain: those of this engine without a draft, where there are any to compare.
-        mlx_lm: those of mlx-lm without a draft, likewise.
-        fixed: those of every fixed draft length of the same draft, likewise.
+        passes: the passes that count.
+        plain: passes of this engine without a draft, if there are any to compare with.
+        mlx_lm: passes of mlx-lm without a draft, likewise.
+        fixed: passes by each fixed draft length of the same draft, likewise.
     """
 
     key: str
@@ -220,21 +220,21 @@ class Row:
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second, pass by pass."""
+        """Tokens per second of each pass that counts."""
         return [each.rate for each in self.passes]
 
     def over(self, others: Sequence[Pass], of: str = "rate") -> str:
-        """The median of its rates over those of others, pass by pass."""
+        """The median ratio of the row's rates to others' rates, pass by pass."""
         if not others:
             return ""
-        # A run that its time limit ended has more passes of some rows.
+        # A run that reached its time limit may have fewer passes of some rows.
         pairs = zip(self.passes, others, strict=False)
         ratios = (getattr(a, of) / getattr(b, of) for a, b in pairs)
         return f"{statistics.median(ratios):.2f}"
 
     @property
     def best_fixed(self) -> str:
-        """The largest rate over plain decoding's, all rows running, of a fixed k."""
+        """The largest speed-up of a fixed k over plain decoding, all rows running."""
         ratios = {
             k: replace(self, passes=passes).over(self.plain, "full")
             for k, passes in self.fixed.items()
@@ -243,7 +243,7 @@ class Row:
         return f"{ratios[best]} (k = {best})" if best else ""
 
     def accepted_over(self, name: str) -> float | None:
-        """Accepted draft tokens over another count, of all passes that count."""
+        """Accepted draft tokens over another count, in all passes that count."""
         if not sum(each.drafted for each in self.passes):
             return None
         accepted = sum(each.accepted for each in self.passes)
@@ -251,11 +251,11 @@ class Row:
 
 
 def number(value: float | None, more: float = 0) -> str:
-    """Two digits; empty for what there is not."""
+    """``value + more`` with two decimals; empty for ``None``."""
     return "" if value is None else f"{value + more:.2f}"
 
 
-# What a column is called in TABLES: what stands over it, and what is in it.
+# Columns by their names in TABLES: the header, and a function that makes a row's cell.
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "batch": ("batch", lambda r: str(r.batch)),
     "k": ("k", lambda r: r.k),
@@ -302,7 +302,7 @@ class TableError(Exception):
 
 
 def of_passes(recorded: dict[str, list[Waves]]) -> Iterator[Row]:
-    """Of decode (``SYSTEM B=8 k=2``) and draft_length (``DRAFT B=8 k=auto``)."""
+    """Rows of decode (``SYSTEM B=8 k=2``) and draft_length (``DRAFT B=8 k=auto``)."""
     passes = {key: list(map(Pass.of_waves, each)) for key, each in recorded.items()}
 
     def warm(key: str) -> list[Pass]:
@@ -313,7 +313,7 @@ def of_passes(recorded: dict[str, list[Waves]]) -> Iterator[Row]:
         if found is None:
             raise TableError(f"{key!r} is no name of a row, as SYSTEM B=8 k=2 is")
         system, batch, k = found.groups()
-        # This engine without a draft: the two scripts name it differently.
+        # The two scripts name this engine without a draft differently.
         plain = warm(f"specdec B={batch}") or warm(f"plain B={batch} k=0")
         drafts = not system.startswith("mlx-lm") and system not in ("specdec", "plain")
         peer = f"mlx-lm batch_generate B={batch}"
@@ -333,14 +333,14 @@ def of_passes(recorded: dict[str, list[Waves]]) -> Iterator[Row]:
 
 
 def label_of(system: str) -> str:
-    """What a table calls a system, or a draft; of a path, its last part."""
+    """The name of a system or a draft in a table; of a path only its last part."""
     if system.startswith("wrong:"):
         return "wrong"
     return LABELS.get(system) or Path(short(system)).name
 
 
 def of_recipe(figures: Figures) -> Iterator[Row]:
-    """Of ``specdec bench``: one row for each cell of its recipe."""
+    """Rows of ``specdec bench``: one for each cell of its recipe without a load."""
     for f in figures.at_once:
         cell, plain, theirs = f.cell, figures.plain(f), figures.mlx_lm(f)
         short_label = f"specdec, {cell.length}" if cell.drafts else cell.label
@@ -362,10 +362,10 @@ def of_recipe(figures: Figures) -> Iterator[Row]:
 
 
 def render(table: Table, root: str) -> str:
-    """A table in Markdown, and where it comes from.
+    """A table in Markdown, and links to its results.
 
     Args:
-        root: what leads from the page to the repository's root.
+        root: relative path from the page to the repository's root.
     """
     unknown = set(table.columns) - COLUMNS.keys()
     if unknown:
@@ -391,10 +391,10 @@ def render(table: Table, root: str) -> str:
 
 
 def read(name: str, root: str, wanted: Sequence[str]) -> tuple[list[Row], str]:
-    """Rows of a file or folder of results; its link, the machine and the passes.
+    """Rows of a file or folder of results, and a text: link, machine, passes.
 
-    A run that its time limit ended has fewer passes than its recipe asks for, and not
-    as many of each row: the fewest of a row shown count.
+    A run that reached its time limit has fewer passes than its recipe asks for, and not
+    equally many of each row. The text gives the fewest passes of a row shown.
     """
     if (RESULTS / name).is_dir():
         figures = Figures(Results.read(RESULTS / name))
@@ -413,14 +413,14 @@ def read(name: str, root: str, wanted: Sequence[str]) -> tuple[list[Row], str]:
         rows = choose(list(of_passes(raw["passes"])), wanted)
         start, repeat = read_record(Start, raw), raw["options"]["repeat"]
     times = f"median of {repeat} passes" if repeat > 1 else "one pass"
-    # The result itself names the commit.
+    # The commit is left out, since the linked report names it.
     where = start.place.partition("; commit ")[0]
     link = f"[{name}]({root}benchmarks/results/{report})"
     return rows, f"{link}: {where}; {times} after the first"
 
 
 def choose(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:
-    """The rows whose names begin as wanted."""
+    """The rows whose names begin with one of ``wanted``, in its order; all if empty."""
     if not wanted:
         return list(rows)
     chosen = []
@@ -437,7 +437,7 @@ MARKED = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.D
 
 
 def filled(page: Path) -> str:
-    """A page with its tables as they should be."""
+    """The text of a page, with its tables made from the raw results."""
     steps_up = len(page.relative_to(ROOT).parts) - 1
 
     def made(found: re.Match[str]) -> str:
@@ -458,7 +458,10 @@ def filled(page: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 1 where ``--check`` found other tables, or one cannot be made."""
+    """Write or check the tables; return the exit code.
+
+    It is 1 if ``--check`` finds a difference or a table cannot be made.
+    """
     if arguments not in ([], ["--check"]):
         print(f"error: usage: {Path(__file__).name} [--check]", file=sys.stderr)
         return 2

@@ -1,1 +1,1 @@
-"""Measuring, training and proving; the engine never imports them."""
+"""Tools that measure, train and certify. The engine never imports them."""

@@ -20,8 +20,8 @@ class Prediction:
         num_rows: the batch size.
         plain_seconds: the time of a plain step.
         draft_step: the cost of one proposed token for each row, in plain steps.
-        draft_once: what drafting costs in a round besides, however many tokens it
-            proposes, in plain steps.
+        draft_once: the cost of drafting in a round that does not depend on the number
+            of proposed tokens, in plain steps.
         verify: the cost of a verify forward by k, in plain steps.
         speedup: the speed-up over plain decoding by k; 1 for k = 0.
     """
@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def one_token(self) -> float:
-        """Cost of drafting one token of each row, in plain steps."""
+        """The cost of drafting one token for each row, in plain steps."""
         return self.draft_once + self.draft_step
 
 
@@ -66,7 +66,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """The best setting, or why there is none, in one line."""
+        """The best setting, or why no setting pays, in one line."""
         best = max(self.predictions, key=lambda p: p.speedup[p.best])
         k, gain = best.best, best.speedup[best.best]
         if self.worth_it:
@@ -111,11 +111,11 @@ def survival_of(
     """Share of rounds that accepted at least 1, 2, ... tokens.
 
     Args:
-        num_draft_tokens_per_pos, num_accepted_tokens_per_pos: rounds that drafted,
-            and accepted, so many.
-        rounds: all of them. Those in which a drafter had nothing to propose cost
-            as much, and accepted nothing.
-        rows: each may have had one more, for its last token.
+        num_draft_tokens_per_pos, num_accepted_tokens_per_pos: for each position, the
+            rounds that drafted a token there, and the rounds that accepted it.
+        rounds: all rounds. A round in which the drafter had nothing to propose cost
+            as much and accepted nothing.
+        rows: each may have had one round without a draft, for its last token.
     """
     if not num_draft_tokens_per_pos:
         return []
@@ -125,7 +125,8 @@ def survival_of(
         a / (d + without)
         for a, d in zip(accepted, num_draft_tokens_per_pos, strict=False)
     ]
-    # Rounds cut short at a row's end count at fewer positions: noise, not a rise.
+    # Rounds that a row's end cuts short count at fewer positions. A share that rises
+    # with the position is noise from them.
     return list(accumulate(shares, min))
 
 
@@ -149,12 +150,12 @@ def advise(
 ) -> Advice:
     """Predict speed-ups: (1 + s_1 + ... + s_k) / (c_0 + k c + v_k).
 
-    (Leviathan et al. 2023, theorem 3.8, with measured survival in place of
-    independent acceptance and a verify forward that is not free; c_0 is what a head
-    takes that proposes a block.)
+    This is theorem 3.8 of Leviathan et al. 2023, with measured survival in place of
+    independent acceptance and with a verify forward that is not free. c_0 is the fixed
+    cost of a head that proposes a block.
 
     Args:
-        max_draft_tokens: the largest k, as many as the drafter can propose at most.
+        max_draft_tokens: the largest k: the most tokens that the drafter can propose.
     """
     full = extrapolated(survival, max_draft_tokens)
     tokens = tokens_per_round(full)

@@ -1,4 +1,4 @@
-"""Many prompts through the engine at once, to be looked at token by token."""
+"""Decode many prompts through the engine at once, for tools that compare tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Task:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], params: SamplingParams) -> Task:
-        """Of token ids alone."""
+        """A task whose prompt is given as token ids, without a text."""
         return cls(EncodedPrompt("", tuple(token_ids)), params)
 
 
@@ -33,11 +33,11 @@ def decode(
     tasks: Iterable[Task],
     stepped: Callable[[int], None] = lambda ended: None,
 ) -> list[GenerationResult]:
-    """Decode through the engine, as many rows at once as its batch size says.
+    """Decode all tasks through the engine, up to its batch size at once.
 
     Args:
-        stepped: called before each step, with the number of tasks that have ended;
-            what it raises ends the decoding.
+        stepped: called before each step and at the end, with the number of tasks that
+            have ended. An exception that it raises ends the decoding.
     """
     session = decoder.session()
     for task in tasks:
@@ -53,13 +53,13 @@ def decode(
 
 
 def with_end(result: GenerationResult) -> tuple[int, ...]:
-    """The tokens of a row, with the one that ended it."""
+    """The tokens of a row, including the token that ended it."""
     end = result.stop_token
     return (*result.token_ids, *([] if end is None else [end]))
 
 
 class TokenIds:
-    """Stands in for a tokenizer where text plays no part and costs nothing."""
+    """A stand-in for a tokenizer that makes no text, and so costs nothing."""
 
     has_chat_template = False
     last_segment = text = ""
@@ -88,6 +88,6 @@ class TokenIds:
 
 
 def token_level(model: nn.Module, eos_token_ids: Iterable[int] = ()) -> LoadedModel:
-    """A model to be driven with token ids alone."""
+    """The model without a tokenizer, to be run with token ids alone."""
     tokenizer: Any = TokenIds(eos_token_ids)
     return LoadedModel(model, tokenizer, {}, "model")

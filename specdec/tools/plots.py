@@ -1,4 +1,4 @@
-"""Panels of lines, as PNG and SVG, with matplotlib: what all plots look like."""
+"""Panels of lines, drawn with matplotlib as PNG and SVG, all in one style."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MISSING = "no new plots without matplotlib: pip install matplotlib"
-# Okabe and Ito's palette, which the colour-blind can distinguish.
+# Okabe and Ito's palette, which colour-blind people can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
 STYLE = {
@@ -28,12 +28,13 @@ STYLE = {
     "figure.constrained_layout.use": True,
     "savefig.dpi": 150,
     "svg.fonttype": "none",
-    # The same file for the same figures.
+    # The same figures give the same file.
     "svg.hashsalt": "specdec",
 }
-# Inches of a panel.
+# Size of a panel in inches.
 _WIDTH, _HEIGHT = 3.4, 3.2
-# Characters to an inch: of a bold title, and of a legend, whose markers take some.
+# Characters per inch of a bold title and of a legend; characters that a legend's marker
+# takes.
 _TITLE, _LEGEND, _MARKER = 10.0, 13.0, 7
 
 
@@ -42,12 +43,12 @@ class Line:
     """A line of a panel.
 
     Args:
-        label: what the legend calls it.
-        points: (x, y), or (x, lowest, y, highest) with a bar; x counts ticks, if the
-            chart has them.
+        label: its name in the legend.
+        points: (x, y), or (x, lowest, y, highest) for a point with an error bar; if
+            the chart has ticks, x is the index of a tick.
         colour, dashed: how it is drawn.
-        numbers: which points have their value beside them.
-        above: whether that stands above the point.
+        numbers: indices of the points that are labelled with their value.
+        above: whether these labels stand above their points.
     """
 
     label: str
@@ -64,12 +65,12 @@ class Chart:
 
     Args:
         title: what the chart says.
-        x, y: what is along the axes.
+        x, y: labels of the axes.
         panels: lines by the panel's title.
-        ticks: what stands at x = 0, 1, 2, ...; none: x is a number line from 0.
-        percent: y is a share.
-        baseline: label of a line at 1.
-        top: of the y axis.
+        ticks: labels at x = 0, 1, 2, ...; without them x is a number line from 0.
+        percent: y is a share, shown in percent.
+        baseline: label of a horizontal line at 1; with it, points have error bars.
+        top: upper end of the y axis.
     """
 
     title: str
@@ -83,18 +84,18 @@ class Chart:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Inches, with what is written around the panels."""
+        """Width and height in inches, including the text around the panels."""
         return panel_size(len(self.panels))
 
     def draw(self, figure: Any) -> None:
-        """Draw it into a figure of :attr:`size`."""
+        """Draw the chart into a figure of :attr:`size`."""
         grid = panels(figure, len(self.panels), x=self.x, y=self.y)
         for axes, (name, lines) in zip(grid, self.panels.items(), strict=True):
             axes.set_title(name)
             if self.baseline is not None:
                 axes.axhline(1.0, color="black", linewidth=1, label=self.baseline)
             for i, line in enumerate(lines):
-                # Side by side, so that no bar hides another.
+                # Lines stand side by side, so that no error bar hides another.
                 aside = 0.05 * (i - (len(lines) - 1) / 2) if self.baseline else 0.0
                 self._line(axes, line, aside)
             if self.ticks:
@@ -125,7 +126,7 @@ class Chart:
             label=line.label,
         )
         for i in line.numbers:
-            # Below a point, but for those at the bottom.
+            # Below the point, unless the point lies at the bottom.
             low = not line.above and ys[i] > 0.08
             axes.annotate(
                 f"{ys[i]:.0%}" if self.percent else f"{ys[i]:.2f}",
@@ -139,7 +140,7 @@ class Chart:
 
 
 def style() -> AbstractContextManager[Any]:
-    """Within it, figures look alike.
+    """A context in which all figures have the same style.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -153,10 +154,10 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> 
     """Draw a figure and write it, as PNG and SVG.
 
     Args:
-        path: of both files, without their suffix.
+        path: the path of both files, without a suffix.
 
     Returns:
-        The PNG file.
+        The path of the PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -176,22 +177,22 @@ def save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> 
 
 
 def _grid(number: int) -> tuple[int, int]:
-    """Rows and columns of so many panels."""
+    """The rows and columns in which ``number`` panels are laid out."""
     across = 2 if number == 4 else max(1, min(number, 3))
     return -(-number // across), across
 
 
 def panel_size(number: int) -> tuple[float, float]:
-    """Inches of a figure with so many panels, and what is written around them."""
+    """Inches of a figure of ``number`` panels, including the text around them."""
     down, across = _grid(number)
     return max(8.0, _WIDTH * across), 1.4 + _HEIGHT * max(1, down)
 
 
 def panels(figure: Any, number: int, *, x: str, y: str) -> list[Any]:
-    """So many axes that share both directions, in rows.
+    """``number`` axes in rows, which share both directions.
 
     Args:
-        x, y: what is along them, written once for each column and row.
+        x, y: labels of the axes, written once for each column and row.
     """
     down, across = _grid(number)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
@@ -199,7 +200,7 @@ def panels(figure: Any, number: int, *, x: str, y: str) -> list[Any]:
         axes.set_visible(i < number)
         if i % across == 0:
             axes.set_ylabel(y)
-        # The lowest of its column that is there.
+        # The lowest visible panel of its column.
         if i < number <= i + across:
             axes.set_xlabel(x)
             axes.tick_params(labelbottom=True)
@@ -207,13 +208,13 @@ def panels(figure: Any, number: int, *, x: str, y: str) -> list[Any]:
 
 
 def headline(figure: Any, text: str) -> None:
-    """What the plot says, above it, in as many lines as it takes."""
+    """Write the title above the plot, wrapped to its width."""
     width = int(figure.get_size_inches()[0] * _TITLE)
     figure.suptitle(textwrap.fill(text, width), x=0.01, ha="left")
 
 
 def legend_below(figure: Any, axes: Sequence[Any]) -> None:
-    """What is drawn in any of the axes, each once, in columns that fit."""
+    """Put one legend of all axes below them: each label once, in columns that fit."""
     named: dict[str, Any] = {}
     for each in axes:
         handles, names = each.get_legend_handles_labels()

@@ -1,1 +1,1 @@
-"""Recipes: acceptance and speed of a pair, measured, kept and shown."""
+"""Recipes that measure, keep and show the acceptance and speed of a pair of models."""

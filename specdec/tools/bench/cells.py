@@ -1,4 +1,4 @@
-"""What a recipe measures, one cell at a time, and in which order. No mlx here."""
+"""The cells that a recipe measures, and their order. No mlx import here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ System = Literal["specdec", "mlx-lm step", "mlx-lm batch", "mlx-lm speculative"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-#: What reports call a system that has no draft.
+#: Names of systems without a draft in reports.
 _PLAIN = {
     "specdec": "specdec, no draft",
     "mlx-lm step": "mlx-lm, generate_step",
@@ -26,7 +26,7 @@ _PLAIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What all systems that are compared have in common."""
+    """The conditions that all compared systems share."""
 
     batch: int = 1
     temperature: float = 0.0
@@ -36,7 +36,7 @@ class Conditions:
     load: float = 0.0
 
     def words(self, names: Collection[str]) -> list[str]:
-        """Each of some conditions in words, without the batch."""
+        """The named conditions in words, without the batch."""
         shown = {
             "temperature": f"T = {self.temperature:g}",
             "kv_bits": f"KV {self.kv_bits} bits" if self.kv_bits else "KV as it is",
@@ -47,7 +47,7 @@ class Conditions:
         return [text for name, text in shown.items() if name in names]
 
     def named(self, names: Collection[str]) -> str:
-        """The batch and some other conditions in words."""
+        """The batch and the named conditions in words."""
         return ", ".join([f"batch {self.batch}", *self.words(names)])
 
 
@@ -56,7 +56,7 @@ class Cell(Conditions):
     """One system under some conditions.
 
     Args:
-        num_draft_tokens: k; 0 decodes plainly, ``"auto"`` is chosen round by round.
+        num_draft_tokens: k; 0 is plain decoding, ``"auto"`` chooses k every round.
     """
 
     system: System
@@ -65,11 +65,11 @@ class Cell(Conditions):
 
     @property
     def conditions(self) -> Conditions:
-        """Its conditions alone."""
+        """The conditions without the system."""
         return Conditions(**{f.name: getattr(self, f.name) for f in fields(Conditions)})
 
     def without_draft(self, system: System) -> Cell:
-        """A system without a draft, under the same conditions."""
+        """The given system without a draft, under the same conditions."""
         return replace(self, system=system, draft=None, num_draft_tokens=0)
 
     @property
@@ -79,7 +79,7 @@ class Cell(Conditions):
 
     @property
     def mlx_lm(self) -> Cell:
-        """What mlx-lm users run without a draft, under the same conditions."""
+        """mlx-lm's usual decoding without a draft, under the same conditions."""
         return self.without_draft("mlx-lm step" if self.batch == 1 else "mlx-lm batch")
 
     @property
@@ -89,7 +89,7 @@ class Cell(Conditions):
 
     @property
     def draft_name(self) -> str:
-        """The draft as reports name it: of a path, the last part."""
+        """The draft's name in reports: of a path only the last part."""
         return short(self.draft or "none")
 
     @property
@@ -109,10 +109,10 @@ class Cell(Conditions):
 
 @dataclass(frozen=True)
 class Unit:
-    """What is run, and kept, at a time: one pass of a cell, or its profile.
+    """The unit that is run and kept as a whole: a pass of a cell, or its profile.
 
     Args:
-        number: of the pass; ``None`` for the profile. Pass 0 does not count.
+        number: the number of the pass; ``None`` for the profile. Pass 0 does not count.
     """
 
     cell: Cell
@@ -120,7 +120,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """What progress calls it."""
+        """The unit's name in progress messages."""
         what = "profile" if self.number is None else f"pass {self.number}"
         unusual = {
             name: value
@@ -133,7 +133,7 @@ class Unit:
 def turns(systems: Sequence[S], number: int) -> list[S]:
     """The order of systems in a pass: A B C, then B C A, then C A B, ...
 
-    What drifts in the machine meanwhile then falls on all of them alike.
+    The machine's speed may drift meanwhile, which then affects all systems alike.
     """
     turn = number % len(systems)
     return [*systems[turn:], *systems[:turn]]
@@ -142,16 +142,16 @@ def turns(systems: Sequence[S], number: int) -> list[S]:
 def interleaved(
     systems: Mapping[str, Callable[[], T]], passes: int
 ) -> Iterator[tuple[int, str, T]]:
-    """Run every system once a pass, in the order of :func:`turns`."""
+    """Run every system once per pass, in the order of :func:`turns`."""
     for number in range(passes):
         for name in turns(list(systems), number):
             yield number, name, systems[name]()
 
 
 def conditions_of(recipe: Recipe) -> list[Conditions]:
-    """All combinations of the sweep, but for draft lengths."""
+    """All combinations of the sweep, except for draft lengths."""
     s = recipe.sweep
-    # A load is a share of the rate of the job of load 0: that one comes first.
+    # A load is a share of the rate of the job of load 0, so that job comes first.
     names = ("load", "context", "kv_bits", "prefix_cache", "temperature", "batch")
     values = [getattr(s, name) for name in names]
     combined = product(sorted(values[0]), *values[1:])
@@ -159,12 +159,12 @@ def conditions_of(recipe: Recipe) -> list[Conditions]:
 
 
 def cells_of(recipe: Recipe, conditions: Conditions) -> list[Cell]:
-    """The systems that are compared under some conditions."""
+    """The cells that are compared under the given conditions."""
     plain = Cell(system="specdec", **asdict(conditions))
     cells = [plain.mlx_lm, plain] if recipe.run.mlx_lm else [plain]
     for draft, k in product(recipe.draft, recipe.sweep.num_draft_tokens):
         ours = replace(plain, draft=draft, num_draft_tokens=k)
-        # mlx-lm speculates with models, one row at a time, at fixed lengths.
+        # mlx-lm speculates only with models, one row at a time, at fixed lengths.
         model = not DraftSpec.parse(draft).ngram
         if recipe.run.mlx_lm and conditions.batch == 1 and model and k != "auto":
             cells.append(replace(ours, system="mlx-lm speculative"))
@@ -173,11 +173,11 @@ def cells_of(recipe: Recipe, conditions: Conditions) -> list[Cell]:
 
 
 def units_of(recipe: Recipe) -> Iterator[Unit]:
-    """All that is run, in order: systems of one group take turns.
+    """All units in the order in which they run; systems of one group take turns.
 
-    Pass after pass of everything, so that a run that is stopped has some of all. Rounds
-    are taken apart after them. Jobs under a load come last, once each: what was new to
-    the machine no longer is.
+    Each pass covers all cells, so that a stopped run has some results of each. Profiles
+    follow the passes. Jobs under a load run last and once each: by then nothing that
+    they need is done for the first time.
     """
     groups = [cells_of(recipe, conditions) for conditions in conditions_of(recipe)]
     at_once = [cells for cells in groups if not cells[0].load]

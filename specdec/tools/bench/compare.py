@@ -1,4 +1,4 @@
-"""Two runs side by side: the cells that both have."""
+"""Compare two runs: the cells that both have, side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .raw import Results
 
 
 def compare(a: Path, b: Path) -> str:
-    """What two folders of results have in common, as Markdown."""
+    """A comparison of the cells that two folders of results share, as Markdown."""
     first, second = Figures(Results.read(a)), Figures(Results.read(b))
     rows = [
         [first.name(cell), *_row(f, second.cells[cell])]
@@ -61,7 +61,7 @@ def _origin(figures: Figures) -> str:
 
 
 def _differences(a: Figures, b: Figures) -> str:
-    """What else differs, and so may be the reason."""
+    """Other differences between the runs, which may explain different rates."""
     notes = []
     ours, theirs = (f.results.starts[-1].machine for f in (a, b))
     if (ours.cpu, ours.device, ours.cores) != (theirs.cpu, theirs.device, theirs.cores):

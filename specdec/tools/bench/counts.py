@@ -1,7 +1,7 @@
-"""What follows from how many draft tokens each row accepted in each round.
+"""Statistics of the draft tokens that each row accepted in each round.
 
-Pure arithmetic, no mlx. A *round* is k and, for every row that took part, how many
-tokens were drafted for it and how many of them were accepted.
+Pure arithmetic, no mlx. A *round* is k and, for every row that took part, the numbers
+of its drafted and of its accepted tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Position:
     """Acceptance of the j-th draft token of a round.
 
     Args:
-        tried: rows and rounds that drafted j tokens and accepted the j - 1 before.
-        accepted: of these, the ones in which it was accepted too.
+        tried: row-rounds that drafted j tokens or more and accepted the first j - 1.
+        accepted: the row-rounds among these that accepted the j-th token, too.
     """
 
     tried: int
@@ -29,12 +29,12 @@ class Position:
 
     @property
     def conditional(self) -> float:
-        """The chance that it is accepted, given that those before it are."""
+        """The chance that the token is accepted, given that all before it are."""
         return self.accepted / self.tried if self.tried else 0.0
 
 
 def positions(rows: Iterable[Sequence[int]]) -> list[Position]:
-    """Acceptance at position 1, 2, ... from (drafted, accepted) of rows in rounds."""
+    """Acceptance at positions 1, 2, ... from (drafted, accepted) of each row-round."""
     counts: list[list[int]] = []
     for drafted, accepted in rows:
         counts += [[0, 0] for _ in range(drafted - len(counts))]
@@ -45,17 +45,17 @@ def positions(rows: Iterable[Sequence[int]]) -> list[Position]:
 
 
 def unconditional(each: Iterable[Position]) -> list[float]:
-    """The chance that a round of many tokens accepts the first 1, 2, ... of them.
+    """The chances that a long enough draft has its first 1, 2, ... tokens accepted.
 
-    The product of the conditional chances (Kaplan and Meier 1958): where all rounds
-    draft alike it is the share of rounds; where some draft fewer, at the end of a
-    request for one, it still never rises with the position.
+    Each is a product of conditional chances (Kaplan and Meier 1958). If all rounds
+    draft equally many tokens, it is the share of rounds. If some draft fewer, as at the
+    end of a request, it still never rises with the position.
     """
     return list(accumulate((p.conditional for p in each), mul))
 
 
 def histogram(rows: Iterable[Sequence[int]]) -> list[int]:
-    """How often 0, 1, 2, ... draft tokens were accepted."""
+    """The numbers of row-rounds that accepted 0, 1, 2, ... draft tokens."""
     counts: list[int] = []
     for drafted, accepted in rows:
         counts += [0] * (drafted + 1 - len(counts))
@@ -64,9 +64,9 @@ def histogram(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 def chance(rows: Iterable[Sequence[int]]) -> float:
-    """The chance that a draft token is accepted, given that those before it are.
+    """The chance that a draft token is accepted, given that all before it are.
 
-    Over all positions: the maximum-likelihood estimate where it is the same at each.
+    This is the maximum-likelihood estimate if the chance is the same at each position.
     """
     each = positions(rows)
     tried = sum(p.tried for p in each)
@@ -74,9 +74,9 @@ def chance(rows: Iterable[Sequence[int]]) -> float:
 
 
 def expected_tokens(acceptance: float, k: int) -> float:
-    """Mean tokens of a row in a round of k, the extra token included.
+    """Mean tokens of a row in a round of k, including the extra token.
 
-    (1 - a^(k+1)) / (1 - a), where every draft token is accepted with chance a
+    (1 - a^(k+1)) / (1 - a), if every draft token is accepted with chance a
     (Leviathan et al. 2023, equation 1).
     """
     if acceptance >= 1:
@@ -86,11 +86,11 @@ def expected_tokens(acceptance: float, k: int) -> float:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What a round costs, in plain steps of the same batch.
+    """The cost of a round, in plain steps of the same batch.
 
     Args:
-        draft_step: one draft step.
-        verify: the forward that verifies k tokens.
+        draft_step: the cost of one draft step.
+        verify: the cost of the forward that verifies k tokens.
         k: the k for which ``verify`` was measured.
     """
 
@@ -99,20 +99,20 @@ class RoundCost:
     k: int
 
     def of(self, k: int) -> float:
-        """A round of k; a verify forward grows from 1 linearly with its tokens."""
+        """The cost of a round of k; the verify forward's grows linearly from 1."""
         return k * self.draft_step + 1 + (self.verify - 1) * k / self.k
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Tokens and costs, if the accepted counts were used in one way.
+    """Tokens and costs under one policy, given the accepted counts.
 
     Args:
-        tokens: kept by all rows in all rounds, extra tokens included.
-        row_rounds: rows in rounds.
-        rounds: rounds.
-        draft_steps: over all rounds.
-        cost: of all rounds, in plain steps; ``None`` where costs are not known.
+        tokens: tokens kept by all rows in all rounds, including extra tokens.
+        row_rounds: number of rows, summed over rounds.
+        rounds: number of rounds.
+        draft_steps: draft steps of all rounds.
+        cost: cost of all rounds, in plain steps; ``None`` if costs are not known.
     """
 
     tokens: int
@@ -128,7 +128,7 @@ class Policy:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per time over those of plain decoding with as many rows."""
+        """Token rate divided by the rate of plain decoding with as many rows."""
         if self.cost is None or not self.row_rounds:
             return None
         # A plain step of cost 1 brings every row one token.
@@ -136,22 +136,22 @@ class Policy:
 
 
 def per_sequence(rounds: TracedRounds, cost: RoundCost | None) -> Policy:
-    """What ran: every row keeps what was accepted for it."""
+    """The policy that ran: every row keeps its own accepted tokens."""
     return _policy([(k, _kept(rows, k), len(rows)) for k, rows in rounds], cost)
 
 
 def batch_minimum(rounds: TracedRounds, cost: RoundCost | None) -> Policy:
-    """Every row is cut to the fewest that any row accepted in the round."""
+    """Every row keeps only as many tokens as the worst row accepted in the round."""
     cut = [(k, len(r) * (1 + min(a for _, a in r)), len(r)) for k, r in rounds]
     return _policy(cut, cost)
 
 
 def oracle(rounds: TracedRounds, cost: RoundCost | None) -> Policy:
-    """Every round drafts as many tokens, up to its k, as pay best.
+    """Every round drafts the number of tokens, up to its k, that pays best.
 
-    The most tokens per time that any choice of draft lengths gives with the same
-    accepted counts: a ratio of sums, maximised by Dinkelbach's method (1967). Where
-    costs are not known, each round drafts what the luckiest row accepts.
+    This is the highest token rate that any choice of draft lengths gives with the same
+    accepted counts. It is a ratio of sums, maximised by Dinkelbach's method (1967). If
+    costs are not known, each round drafts as many tokens as its best row accepts.
     """
     if cost is None:
         exact = [(max(a for _, a in r), _kept(r, k), len(r)) for k, r in rounds]
@@ -172,12 +172,12 @@ def oracle(rounds: TracedRounds, cost: RoundCost | None) -> Policy:
 
 
 def _kept(rows: Rows, k: int) -> int:
-    """Tokens that a round of up to ``k`` brings, extra tokens included."""
+    """Tokens of all rows if the round drafts ``k``, including extra tokens."""
     return sum(1 + min(accepted, k) for _, accepted in rows)
 
 
 def _policy(chosen: Sequence[tuple[int, int, int]], cost: RoundCost | None) -> Policy:
-    """From (k, tokens, rows) of every round."""
+    """The policy that has (k, tokens, rows) in each round."""
     return Policy(
         tokens=sum(tokens for _, tokens, _ in chosen),
         row_rounds=sum(rows for _, _, rows in chosen),

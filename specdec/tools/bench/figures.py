@@ -1,4 +1,4 @@
-"""Figures from the raw results of a recipe. No mlx here."""
+"""Figures computed from the raw results of a recipe. No mlx here."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from .raw import Results
 from .recipe import Recipe
 
 PARTS = ("draft", "verify", "sampling", "host")
-# How much faster than its tokens per round a system can seem where passes are noisy.
+# Factor by which noisy passes can make a system seem faster than its tokens per round.
 NOISE = 1.25
-# Of all requests: more than these without a token when the last one comes are a queue.
+# Requests have queued up if more than this share of them have no token when the last
+# one arrives.
 _QUEUE = 0.05
 
 
 def arrivals_per_second(results: Results, cell: Cell) -> float:
-    """The rate at which requests of a job under a load arrive; 0 without a load."""
+    """The arrivals per second of a job under a load; 0 without a load."""
     if not cell.load:
         return 0.0
     passes = results.passes[replace(cell.plain, load=0.0)]
@@ -37,34 +38,34 @@ class Acceptance:
     """Acceptance of the drafted tokens of some requests.
 
     Args:
-        requests: those that drafted anything.
+        requests: the requests for which anything was drafted.
     """
 
     requests: tuple[RequestRecord, ...]
 
     @property
     def rounds(self) -> int:
-        """Rounds of a row."""
+        """Rounds of all requests, counted per row."""
         return sum(r.rounds for r in self.requests)
 
     @property
     def drafted(self) -> int:
-        """Draft tokens."""
+        """Draft tokens of all requests."""
         return sum(r.drafted for r in self.requests)
 
     @property
     def accepted(self) -> int:
-        """Accepted draft tokens."""
+        """Accepted draft tokens of all requests."""
         return sum(r.accepted for r in self.requests)
 
     @property
     def rate(self) -> float:
-        """Accepted over drafted, all requests together."""
+        """Accepted over drafted tokens of all requests together."""
         return acceptance_rate(self.drafted, self.accepted)
 
     @property
     def length(self) -> float:
-        """Mean tokens of a row in a round, the extra token included; 1 without any."""
+        """Mean tokens of a row in a round, including the extra one; 1 if no rounds."""
         return acceptance_length(self.rounds, self.accepted)
 
     def request_mean(self, name: str) -> float:
@@ -74,7 +75,7 @@ class Acceptance:
         return statistics.fmean(getattr(r, name) for r in self.requests)
 
     def token_mean(self, name: str) -> float:
-        """The same, each request weighted by the tokens that it generated."""
+        """Mean of ``rate`` or ``length``, each request weighted by its tokens."""
         weights = [r.tokens for r in self.requests]
         if not any(weights):
             return 0.0 if name == "rate" else 1.0
@@ -83,15 +84,15 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class RoundParts:
-    """Milliseconds of a round taken apart, medians but for the shares.
+    """Median milliseconds of the parts of profiled rounds, and the parts' shares.
 
     Args:
-        number: rounds.
-        draft, verify, sampling: from where a part begins to be built to where the
-            device has computed it.
-        total: of the round.
-        shares: of the total: the time that the device was waited for in each part,
-            and for ``host`` all that remains.
+        number: number of rounds.
+        draft, verify, sampling: time from the start of building a part until the device
+            has computed it.
+        total: time of the round.
+        shares: shares of the total. A part's share is the time spent waiting for the
+            device; the share of ``host`` is all that remains.
     """
 
     number: int
@@ -103,7 +104,7 @@ class RoundParts:
 
     @classmethod
     def of(cls, rounds: Sequence[ProfiledRound]) -> RoundParts | None:
-        """From a profile; ``None`` when no round was timed."""
+        """The parts of a profile's rounds; ``None`` if no round was timed."""
         if not rounds:
             return None
         parts = {name: [getattr(r, name) for r in rounds] for name in PARTS[:-1]}
@@ -122,8 +123,8 @@ class CellFigures:
     """The figures of one cell.
 
     Args:
-        results: what was measured.
-        cell: one that has a pass.
+        results: the results of the recipe.
+        cell: a cell that has at least one pass.
     """
 
     def __init__(self, results: Results, cell: Cell):
@@ -133,7 +134,7 @@ class CellFigures:
 
     @property
     def cold(self) -> JobRecord | None:
-        """The first pass."""
+        """Pass 0, if it was run."""
         return self._passes.get(0)
 
     @property
@@ -143,48 +144,48 @@ class CellFigures:
 
     @property
     def first(self) -> JobRecord:
-        """The first pass: every round is kept of this one alone."""
+        """The first pass there is. Single rounds are kept only of a first pass."""
         return self._passes[min(self._passes)]
 
     # -- speed -----------------------------------------------------------------
 
     @cached_property
     def rates(self) -> dict[int, float]:
-        """Tokens per second, from the call to the last one, of passes that count."""
+        """Tokens per second of each pass that counts, over the whole job."""
         return {n: p.rate for n, p in sorted(self._passes.items()) if n}
 
     @property
     def rate(self) -> float:
-        """Their median; 0 when there are none."""
+        """The median of :attr:`rates`; 0 without any."""
         return statistics.median(self.rates.values()) if self.rates else 0.0
 
     def ratios(self, other: CellFigures | None) -> list[float]:
-        """Rates over those of another cell, pass by pass."""
+        """The cell's rates divided by another cell's, pass by pass."""
         if other is None:
             return []
         pairs = [(r, other.rates.get(n)) for n, r in self.rates.items()]
         return [a / b for a, b in pairs if b]
 
     def can_be(self, ratio: float) -> bool:
-        """Whether it can be so many times as fast as plain decoding.
+        """Whether the cell can be ``ratio`` times as fast as plain decoding.
 
-        A round takes as long as a plain step at least, so that no more is to be had
-        than the tokens that it brings, and noise.
+        A round takes at least as long as a plain step. So the ratio cannot exceed the
+        tokens per round, apart from noise.
         """
         return ratio <= NOISE * self.acceptance().length
 
     def each(self, get: Callable[[RequestRecord], float]) -> list[float]:
-        """Something of every request of the passes that count."""
+        """The value of ``get`` for every request of the passes that count."""
         return [get(r) for p in self.counted for r in p.requests]
 
     @property
     def first_token_ms(self) -> list[float]:
-        """Of every request: milliseconds from its arrival to its first token."""
+        """For each request, the milliseconds from its arrival to its first token."""
         return self.each(lambda r: 1e3 * (r.first - r.arrived))
 
     @property
     def token_ms(self) -> list[float]:
-        """Of every request with two tokens or more: milliseconds a token after it."""
+        """Milliseconds per token after the first, for each request with two or more."""
         return [
             1e3 * (r.ended - r.first) / (r.tokens - 1)
             for p in self.counted
@@ -194,7 +195,7 @@ class CellFigures:
 
     @property
     def rounds(self) -> list[RoundTimes]:
-        """Times of rounds by k and joins: medians over the passes that count."""
+        """Times of rounds by k and joins, as medians over the passes that count."""
         found: dict[tuple[int, int], list[RoundTimes]] = defaultdict(list)
         for each in (each for p in self.counted for each in p.rounds):
             found[each.k, each.near_join].append(each)
@@ -208,13 +209,13 @@ class CellFigures:
 
     @property
     def round_ms(self) -> float | None:
-        """Median of the commonest k's rounds, away from joins where there are any."""
+        """Median time of rounds of the commonest k, away from joins if possible."""
         best = max(self.rounds, key=lambda r: (not r.near_join, r.number), default=None)
         return None if best is None else best.p50
 
     @property
     def peak_bytes(self) -> tuple[int, int]:
-        """Largest peak memory, and the largest above what was held before."""
+        """The largest peak memory, and the largest increase over the memory before."""
         peaks = [
             (p.peak_memory_bytes, p.peak_memory_bytes - p.memory_before_bytes)
             for p in self._passes.values()
@@ -222,7 +223,7 @@ class CellFigures:
         return max(a for a, _ in peaks), max(b for _, b in peaks)
 
     def equal_to(self, other: CellFigures | None) -> str | None:
-        """How many requests had another system's tokens, of how many."""
+        """How many requests have the same tokens as in another cell, as "N of M"."""
         if other is None:
             return None
         ours, theirs = (f._passes[max(f._passes)].requests for f in (self, other))
@@ -235,24 +236,24 @@ class CellFigures:
 
     @property
     def offered(self) -> float:
-        """Requests that arrived in a second."""
+        """Requests that arrived per second."""
         return self._middle(lambda p: (len(p.requests) - 1) / p.last_arrival)
 
     @property
     def completed(self) -> float:
-        """Requests per second, until the last one's end."""
+        """Requests completed per second, until the last one's end."""
         return self._middle(
             lambda p: len(p.requests) / max(r.ended for r in p.requests)
         )
 
     @property
     def waiting(self) -> int:
-        """Requests without a token when the last one arrived; the last one not."""
+        """Earlier requests that had no token yet when the last one arrived."""
         return round(self._middle(lambda p: p.waiting))
 
     @property
     def saturated(self) -> bool:
-        """Whether requests queued up: they came faster than rows became free."""
+        """Whether requests queued up: they arrived faster than rows became free."""
         most = max(2, _QUEUE * self._middle(lambda p: len(p.requests)))
         return self._middle(lambda p: p.waiting) > most
 
@@ -262,12 +263,12 @@ class CellFigures:
     # -- acceptance ------------------------------------------------------------
 
     def acceptance(self, category: str | None = None) -> Acceptance:
-        """Of all requests of the last pass, or of those of a category."""
+        """Acceptance over all requests of the last pass, or over one category's."""
         requests: Sequence[RequestRecord] = self._passes[max(self._passes)].requests
         if category is not None:
             categories = self._results.prompts.categories
             n, m = len(categories), len(requests)
-            # A job of few rows has some of the prompts.
+            # A job of few rows has only some of the prompts.
             own = (categories[i * n // m] for i in range(m))
             pairs = zip(requests, own, strict=True)
             requests = [r for r, c in pairs if c == category]
@@ -275,30 +276,30 @@ class CellFigures:
 
     @cached_property
     def traced(self) -> list[TracedRound]:
-        """Every round of the first pass that drafted."""
+        """Every round of the first pass in which anything was drafted."""
         return [(k, rows) for k, rows in self.first.traced if k]
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Each row of each round that was drafted for: (drafted, accepted)."""
+        """(drafted, accepted) of each row in each round that drafted for it."""
         return [row for _, rows in self.traced for row in rows if row[0]]
 
     # -- costs -----------------------------------------------------------------
 
     @cached_property
     def parts(self) -> RoundParts | None:
-        """Its rounds, taken apart."""
+        """The parts of the cell's profiled rounds."""
         return RoundParts.of(self._results.profiles.get(self.cell, []))
 
     @property
     def plain_step_ms(self) -> float | None:
-        """A forward of one token per row, as profiled without a draft."""
+        """Time of a forward of one token per row, as profiled without a draft."""
         plain = RoundParts.of(self._results.profiles.get(self.cell.plain, []))
         return None if plain is None else plain.verify
 
     @cached_property
     def cost(self) -> RoundCost | None:
-        """What a round costs in plain steps of the same batch, where it is known."""
+        """The cost of a round, in plain steps of the same batch, if it is known."""
         k, step = self.cell.num_draft_tokens, self.plain_step_ms
         if k == "auto" or not k or self.parts is None or not step:
             return None
@@ -306,7 +307,7 @@ class CellFigures:
 
     @property
     def predicted(self) -> float | None:
-        """Speed-up by formula: expected tokens over k c + v (Leviathan et al. 2023).
+        """The predicted speed-up: expected tokens / (k c + v) (Leviathan et al. 2023).
 
         The acceptance is this cell's; c and v are the costs of a draft step and of the
         verify forward, in plain steps.
@@ -318,7 +319,7 @@ class CellFigures:
         return tokens / self.cost.of(k)
 
     def policies(self) -> dict[str, Policy]:
-        """The counterfactuals, from the same accepted counts."""
+        """What ran and other policies, all from the same accepted counts."""
         return {
             "every row cut to the batch's minimum": counts.batch_minimum(
                 self.traced, self.cost
@@ -334,11 +335,11 @@ class Figures:
     """The figures of a folder of results, cell by cell in the order of the recipe.
 
     Args:
-        results: what was measured.
+        results: the results of a recipe.
 
     Attributes:
         varied: names of the conditions that differ between cells.
-        missing: units of the recipe that are not there.
+        missing: units of the recipe that have no results yet.
     """
 
     def __init__(self, results: Results):
@@ -361,7 +362,7 @@ class Figures:
         }
 
     def name(self, cell: Cell) -> str:
-        """A cell as tables and plots name it."""
+        """The name of a cell in tables and plots."""
         return f"{cell.named(self.varied)}: {cell.label}"
 
     def plain(self, of: CellFigures) -> CellFigures | None:
@@ -374,27 +375,27 @@ class Figures:
 
     @property
     def at_once(self) -> list[CellFigures]:
-        """Jobs whose requests are there from the beginning."""
+        """Cells whose requests are all there from the beginning."""
         return [f for c, f in self.cells.items() if not c.load]
 
     @property
     def under_load(self) -> list[CellFigures]:
-        """Jobs whose requests arrive at random."""
+        """Cells whose requests arrive at random."""
         return [f for c, f in self.cells.items() if c.load and f.counted]
 
     @property
     def drafted(self) -> list[CellFigures]:
-        """Jobs of this engine with a draft, all requests there from the beginning."""
+        """Cells of :attr:`at_once` in which this engine decodes with a draft."""
         return [f for f in self.at_once if f.cell.drafts]
 
     @property
     def categories(self) -> list[str]:
-        """The categories of the prompts, in their order."""
+        """The categories of the prompts, in the order in which they first appear."""
         named = self.results.prompts.categories
         return list(dict.fromkeys(c for c in named if c is not None))
 
     def saturation(self) -> list[tuple[str, str]]:
-        """Systems under loads: their names, and the load from which requests queue."""
+        """For each system under loads: its name, and when requests begin to queue."""
         groups: dict[Cell, list[CellFigures]] = defaultdict(list)
         for f in self.under_load:
             groups[replace(f.cell, load=0.0)].append(f)

@@ -1,8 +1,8 @@
-"""A job as it runs: its requests, when tokens came, and the record of it.
+"""A job as it runs: its requests, the times of their tokens, and its record.
 
-From the call to the last token: prompts are encoded, rows join as others end, text is
-made. Every system that is compared writes into the same :class:`Job`, so that a rate
-counts the same for all.
+A job lasts from the call to the last token: prompts are encoded, rows join as others
+end, text is made. Every compared system writes into the same :class:`Job`, so that
+rates have the same meaning for all.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ...utils.tables import percentile
 from .recipe import Recipe
 
 Clock = Callable[[], float]
-#: k, and what each running row drafted and accepted in the round.
+#: k, and the numbers of tokens that each running row drafted and accepted in the round.
 TracedRound = tuple[int, list[tuple[int, int]]]
 
 _GOLDEN = 0.6180339887498949
-# What a profile has; building and waiting, each in milliseconds.
+# Times of a part of a profiled round, in milliseconds: building and waiting.
 _Part = tuple[float, float]
 
 
@@ -34,11 +34,11 @@ class RequestRecord:
     """A request that has ended.
 
     Args:
-        tokens: generated.
+        tokens: generated tokens.
         rounds, drafted, accepted: rounds of its row, and draft tokens in them.
-        arrived, first, ended: seconds since the job began; without a token, the first
-            one is the end.
-        digest: of the tokens.
+        arrived, first, ended: seconds from the job's start to the request's arrival,
+            first token and end; without a token, ``first`` is the end.
+        digest: hash of the tokens.
         prefix_tokens: prompt tokens that a prefix cache had.
     """
 
@@ -66,7 +66,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTimes:
-    """Milliseconds of a job's rounds of one k, near a join or not."""
+    """Milliseconds of a job's rounds of one k, either near a join or away from one."""
 
     k: int
     near_join: int
@@ -79,11 +79,11 @@ class RoundTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What one pass of a system measured.
+    """The measurements of one pass of a system.
 
     Args:
-        seconds: from the call to the last token.
-        traced: every round, of a first pass of this engine.
+        seconds: time from the call to the last token.
+        traced: every round, kept only of a first pass of this engine.
     """
 
     seconds: float
@@ -100,18 +100,18 @@ class JobRecord:
 
     @property
     def last_arrival(self) -> float:
-        """When the last request arrived."""
+        """Seconds from the job's start to the last request's arrival."""
         return max(r.arrived for r in self.requests) or 1e-9
 
     @property
     def waiting(self) -> int:
-        """Requests without a token when the last one arrived; the last one not."""
+        """Earlier requests that had no token yet when the last one arrived."""
         return sum(r.arrived < self.last_arrival < r.first for r in self.requests)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledRound:
-    """A round taken apart, in milliseconds: its parts as (building, waiting)."""
+    """Milliseconds of a profiled round; each part is (building, waiting)."""
 
     total: float
     draft: _Part = (0.0, 0.0)
@@ -124,9 +124,9 @@ class JobRequest:
     """A prompt of a job.
 
     Args:
-        prompt: as it was read; encoding it is part of the job.
-        max_tokens: of this prompt.
-        arrives: seconds after the job began.
+        prompt: the prompt as it was read; encoding it is part of the job.
+        max_tokens: most new tokens of this prompt.
+        arrives: seconds from the job's start to the arrival.
     """
 
     prompt: Prompt
@@ -137,10 +137,10 @@ class JobRequest:
 def requests_of(
     prompts: Sequence[Prompt], recipe: Recipe, batch: int, rate: float = 0.0
 ) -> list[JobRequest]:
-    """The requests of a job; the same for every system and in every run.
+    """The requests of a job, which are the same for every system and in every run.
 
     Args:
-        rate: requests that arrive in a second; 0: all are there at once.
+        rate: arrivals per second; with 0 all requests are there at once.
     """
     run, n = recipe.run, len(prompts)
     most = n if run.prompts_per_row is None else run.prompts_per_row * batch
@@ -149,7 +149,7 @@ def requests_of(
     span = run.max_tokens - least + 1
     draw, at, requests = random.Random(run.seed), 0.0, []
     for i in chosen:
-        # Multiples of the golden ratio lie as evenly as can be, in no order.
+        # Multiples of the golden ratio, modulo 1, are evenly spread but not sorted.
         tokens = least + int((i * _GOLDEN + 0.5) % 1 * span)
         requests.append(JobRequest(prompts[i], tokens, at))
         at += draw.expovariate(rate) if rate else 0.0
@@ -171,11 +171,11 @@ class Received:
 
 
 class Job:
-    """A job on its own clock: its requests, and the tokens that have come.
+    """A job on its own clock: its requests, and the tokens received so far.
 
     Args:
-        requests: in the order in which they arrive.
-        clock: seconds.
+        requests: the requests, in the order in which they arrive.
+        clock: returns a time in seconds.
     """
 
     def __init__(self, requests: Sequence[JobRequest], clock: Clock):
@@ -186,7 +186,7 @@ class Job:
 
     @property
     def now(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the job began."""
         return self._clock() - self._start
 
     @property
@@ -195,7 +195,7 @@ class Job:
         return self._taken == len(self.requests)
 
     def arrived(self, *, wait: bool = False) -> list[int]:
-        """The requests that have arrived since it was last asked.
+        """Indices of the requests that have arrived since the last call.
 
         Args:
             wait: sleep until one arrives, if none has.
@@ -210,23 +210,23 @@ class Job:
         return list(range(first, self._taken))
 
     def take(self, i: int, tokens: Sequence[int], now: float) -> None:
-        """Add tokens that have come for a request."""
+        """Add new tokens of a request."""
         received = self.received[i]
         if tokens and not received.tokens:
             received.first = now
         received.tokens += tokens
 
     def end(self, i: int, now: float) -> None:
-        """Note that a request has ended, and its text is there."""
+        """Note that a request has ended and its text is complete."""
         received = self.received[i]
         received.ended = now
         received.first = received.first if received.tokens else now
 
     def record(self, *, peak: int, before: int) -> JobRecord:
-        """What was measured, when everything has ended.
+        """The record of the job, once all requests have ended.
 
         Args:
-            peak, before: bytes of memory at the most, and before it began.
+            peak, before: peak bytes of memory, and bytes before the job began.
         """
         seconds = self.now
         return JobRecord(
@@ -259,34 +259,34 @@ class _Round:
 
 
 class Rounds:
-    """When rounds ended, by k, and whether a row joined near them.
+    """Times of rounds by k, and whether a row joined near them.
 
-    A round is near a join when a row joined in it, in the one before or in the one
-    after: taking its prompt in may hold any of them up.
+    A round is near a join if a row joined in it, in the round before or in the round
+    after: prefilling the row's prompt may delay any of them.
 
     Args:
-        now: seconds.
+        now: returns a time in seconds.
     """
 
     def __init__(self, now: Clock):
         self.traced: list[TracedRound] = []
         self._now = now
-        # Rounds that follow each other.
+        # Each run is a list of rounds that followed each other without a break.
         self._runs: list[list[_Round]] = [[]]
         self._last: float | None = None
         self._joins = False
 
     def begin(self) -> None:
-        """The first rows begin: time counts from now."""
+        """Note that the first rows begin: the next round is timed from now."""
         self._runs.append([])
         self._last, self._joins = self._now(), False
 
     def join(self) -> None:
-        """A row joins others: the round that ends next had it taken in."""
+        """Note that a row joins others, in the round that ends next."""
         self._joins = True
 
     def end(self, k: int) -> None:
-        """A round of k has ended."""
+        """Note that a round of k has ended."""
         now = self._now()
         if self._last is not None:
             each = _Round(k, (now - self._last) * 1e3, self._joins)
@@ -294,7 +294,7 @@ class Rounds:
         self._last, self._joins = now, False
 
     def times(self) -> list[RoundTimes]:
-        """The rounds so far, by k and joins."""
+        """Times of the rounds so far, by k and by whether a join was near."""
         found: dict[tuple[int, bool], list[float]] = defaultdict(list)
         for run in self._runs:
             for i, each in enumerate(run):
@@ -312,5 +312,5 @@ class Rounds:
 
 
 def untraced(record: JobRecord) -> JobRecord:
-    """The record without its rounds one by one: they are alike in every pass."""
+    """The record without its traced rounds, which are alike in every pass."""
     return replace(record, traced=[])

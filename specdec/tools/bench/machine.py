@@ -1,4 +1,4 @@
-"""The machine, the versions and the commit that a measurement belongs to."""
+"""The machine, the versions and the commit of a measurement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that a result belongs to."""
+    """The machine, and the versions of the software on it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     described: dict[str, Any] = {
         **backend.describe(),
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core in the last minute; ``None`` where nobody knows."""
+    """The system's load average over the last minute; ``None`` if it is not known."""
     try:
         return round(os.getloadavg()[0], 1)
     except (AttributeError, OSError):
@@ -83,11 +83,14 @@ def _version(name: str) -> str:
 
 
 def commit() -> str:
-    """The commit measured; ``SPECDEC_COMMIT`` for a copy without its repository."""
+    """The commit measured, from ``SPECDEC_COMMIT`` if set, else from git.
+
+    The variable is for a copy without its repository.
+    """
     if given := os.environ.get("SPECDEC_COMMIT"):
         return given
     try:
-        # Fails where the package lies in somebody else's repository.
+        # Fails if the package lies in another project's repository.
         _git("ls-files", "--error-unmatch", "specdec/__init__.py")
         head = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--", "specdec", "benchmarks/*.py")

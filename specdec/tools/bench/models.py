@@ -1,4 +1,4 @@
-"""Models to measure: by name, or of a real size with random weights."""
+"""Models to measure: loaded by name, or of a real size with random weights."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def random_model(
 ) -> nn.Module:
     """A Llama of a real size with random weights, drawn on the device.
 
-    A weight depends on its name and the seed alone: a model of fewer layers has
+    A weight depends only on its name and the seed, so a model with fewer layers has
     the first layers of the deeper one.
 
     Args:
         shape: a key of ``SHAPES``.
-        num_layers: another number of layers.
-        packing: numbers that share a scale, and bits of each; weights are packed so.
-        fitted: let its products be computed in the way that is fast on this backend.
+        num_layers: the number of layers, if not that of the shape.
+        packing: (group size, bits) with which weights are quantized.
+        fitted: compute the model's products in the way that is fast on this backend.
     """
     config = {
         "model_type": "llama",
@@ -72,8 +72,9 @@ def random_model(
         nn.quantize(model, *packing)
     parameters: Any = tree_flatten(model.parameters())
     for name, array in parameters:
-        # The arrays that the layers made are lazy: replaced, they never exist.
-        # Uniform rather than normal, whose tails overflow in half precision.
+        # The layers' own arrays are lazy and are never computed, since they are
+        # replaced. Weights are uniform: the tails of normal ones overflow in half
+        # precision.
         if array.ndim == 1:
             drawn = mx.ones(array.shape, DTYPES[dtype])
         elif packing is not None:
@@ -95,7 +96,7 @@ def random_model(
 
 
 def _packed(name: str, array: mx.array, group_size: int, bits: int) -> mx.array:
-    """Random numbers of a packed layer, or their scales or biases: uniform, too."""
+    """Random packed weights, or their scales or biases; weights are uniform, too."""
     if array.dtype == mx.uint32:
         key = mx.random.key(zlib.crc32(name.encode()))
         low, high = -(2**31), 2**31 - 1
@@ -115,7 +116,7 @@ def load_model(
     """A model by name, or ``random:SHAPE[:LAYERS]``, which has no tokenizer.
 
     Args:
-        target: given when the model is to be its draft (``self:4bit`` and so on).
+        target: the target, if the model is its draft (``self:4bit`` and so on).
     """
     if source.startswith("random:"):
         shape, num_layers = random_shape(source)

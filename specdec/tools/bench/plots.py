@@ -14,10 +14,10 @@ from .figures import CellFigures, Figures, RoundParts
 
 __all__ = ["MISSING", "NAMES", "draw_all"]
 
-#: Of the plots, in the order of the report: their files are called so.
+#: Names of the plots and of their files, in the order of the report.
 NAMES = ("speedup", "acceptance", "round")
 
-#: Part of a round: its colour, and what the legend calls it.
+#: Colour and legend entry of each part of a round.
 _PARTS = {
     "draft": ("#E69F00", "draft"),
     "verify": ("#0072B2", "verify (target)"),
@@ -30,8 +30,8 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
     """Draw all plots that have data, into ``folder``.
 
     Returns:
-        What each plot says and the name of its PNG file; ``None`` where matplotlib
-        is not installed.
+        The title and the name of the PNG file of each plot; ``None`` if matplotlib is
+        not installed.
     """
     drawn = []
     try:
@@ -55,7 +55,7 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
 
 
 def speedup(figures: Figures) -> Chart | None:
-    """Over the draft length, or over the batch where there is one length."""
+    """A chart of speed-ups over k, or over the batch if it varies and k does not."""
     ratios: dict[Cell, list[float]] = {}
     for f in figures.at_once:
         found = f.ratios(figures.plain(f)) if f.cell.draft is not None else []
@@ -78,7 +78,7 @@ def speedup(figures: Figures) -> Chart | None:
 
     labels = dict.fromkeys(map(line_of, ours))
     colours = dict(zip(labels, COLOURS * len(labels), strict=False))
-    # Numbers in their order, then what is no number.
+    # Numbers in ascending order, then "auto".
     ticks = sorted(set(map(x_of, ratios)), key=lambda x: (isinstance(x, str), x))
     panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     for cell, each in ratios.items():
@@ -104,7 +104,7 @@ def speedup(figures: Figures) -> Chart | None:
 
 
 def _speedup_title(figures: Figures, ratios: dict[Cell, list[float]]) -> str:
-    # Where other work held plain decoding up, no title is made of it.
+    # The title ignores cells whose plain decoding was held up by other work.
     sound = {
         c: r
         for c, r in ratios.items()
@@ -130,7 +130,10 @@ def _speedup_title(figures: Figures, ratios: dict[Cell, list[float]]) -> str:
 
 
 def acceptance(figures: Figures) -> Chart | None:
-    """By position, at the longest draft length of each draft and temperature."""
+    """A chart of acceptance by position, for each draft and temperature.
+
+    Each is shown at its longest draft length.
+    """
     chosen: dict[tuple[str | None, float], CellFigures] = {}
     for f in figures.drafted:
         key = f.cell.draft, f.cell.temperature
@@ -191,14 +194,18 @@ def _most(f: CellFigures) -> int:
 def rounds(
     figures: Figures, bars: list[CellFigures]
 ) -> tuple[str, Callable[[Any], None]]:
-    """Time of a round by part, a bar for each cell: title, and a function to draw."""
+    """A plot with a bar for each cell: the time of a round by part.
+
+    Returns:
+        The title, and a function that draws the plot into a figure.
+    """
     parts = [_parts(f) for f in bars]
     longest = max(p.total for p in parts)
     title = _round_title(figures, bars)
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        # Without times, for the legend.
+        # Empty bars, for the legend.
         for colour, name in _PARTS.values():
             axes.barh(0, 0, color=colour, label=name)
         for i, (f, p) in enumerate(zip(bars, parts, strict=True)):

@@ -1,4 +1,4 @@
-"""Rounds taken apart: each part timed by itself, with the device waited for."""
+"""Profile rounds: time each part by itself, waiting for the device after it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...request import Request
 from ...sampling_params import SamplingParams
 from .job import Clock, ProfiledRound
 
-#: A wave's first entries: its prompts' last step, and rounds of new shapes.
+#: Rounds left out at the start: the prompts' last step, and rounds of new shapes.
 WARM_UP = 3
 
 
 class Profile(RoundObserver):
-    """Times the parts of rounds in which ``num_rows`` run and ``k`` are drafted.
+    """Times the parts of rounds of ``k`` in which ``num_rows`` rows run.
 
-    A round lasts from where it begins to be built to where the next one does; each
-    part has the time that the host takes to build its graph, and the time that the
-    device then takes.
+    A round lasts from the start of its building to the start of the next round's. Each
+    part has two times: the host's time to build its graph, and the wait for the device
+    after that.
     """
 
     def __init__(self, num_rows: int, k: int, clock: Clock):
@@ -33,7 +33,7 @@ class Profile(RoundObserver):
         self._start = self._mark = 0.0
 
     def begun(self, num_draft_tokens: int) -> None:
-        """End the round before; begin one."""
+        """End the previous round and begin a new one."""
         now = self._clock()
         if self._round is not None and self._full and self._seen >= WARM_UP:
             total = (now - self._start) * 1e3
@@ -44,7 +44,7 @@ class Profile(RoundObserver):
         self._start = self._mark = now
 
     def built(self, part: Part, *arrays: mx.array) -> None:
-        """Wait for what the part computes."""
+        """Wait for the part's arrays, and note its times."""
         built = self._clock()
         mx.eval(*arrays)
         done = self._clock()
@@ -54,7 +54,7 @@ class Profile(RoundObserver):
         self._mark = done
 
     def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
-        """Note whether all rows were running."""
+        """Note whether all rows took part in the round."""
         self._full = len(rows) == self._num_rows
 
 
@@ -67,8 +67,8 @@ def profile(
     temperature: float,
     clock: Clock,
 ) -> list[ProfiledRound]:
-    """Milliseconds of the parts of up to ``rounds`` rounds."""
-    # Enough that no row ends, whatever is accepted.
+    """Decode ``prompts`` and time the parts of up to ``rounds`` rounds."""
+    # Enough tokens that no row ends, whatever is accepted.
     params = SamplingParams(
         max_tokens=(rounds + WARM_UP + 3) * (k + 1), temperature=temperature
     )

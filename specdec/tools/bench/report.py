@@ -31,9 +31,9 @@ img { max-width: 100%; }
 
 
 def write_report(folder: Path) -> tuple[list[Path], bool]:
-    """Write the report, and its plots where matplotlib is installed.
+    """Write the report, and its plots if matplotlib is installed.
 
-    Where it is not, plots that lie in the folder already are kept in the report.
+    Without matplotlib, the report keeps plots that are already in the folder.
 
     Returns:
         The report's files, and whether plots were drawn.
@@ -55,7 +55,10 @@ def write_report(folder: Path) -> tuple[list[Path], bool]:
 
 
 def _earlier_plots(file: Path) -> list[tuple[str, str]]:
-    """Plots beside an earlier report: their titles, if it had them, and files."""
+    """The plots in the folder of an earlier report: (title, file) of each.
+
+    A plot that the earlier report does not show is titled by its file's name.
+    """
     text = file.read_text("utf-8", errors="replace") if file.is_file() else ""
     titles = {png: title for title, png in re.findall(r"(?m)^!\[(.*)\]\((.*)\)$", text)}
     plots = [f"{name}.png" for name in NAMES]
@@ -67,13 +70,13 @@ def _earlier_plots(file: Path) -> list[tuple[str, str]]:
 
 
 def html_page(title: str, text: str, folder: Path) -> str | None:
-    """A report in Markdown as one HTML file, its plots inside.
+    """A report in Markdown as one HTML page that contains its plots.
 
-    Names of others stay texts: of HTML it has what :func:`_folded` writes, and the page
-    loads nothing from anywhere.
+    HTML in names, which others chose, is shown as text; only what :func:`_folded`
+    writes becomes HTML. The page loads nothing from anywhere.
 
     Returns:
-        ``None`` where markdown-it-py is not installed.
+        The page; ``None`` if markdown-it-py is not installed.
     """
     try:
         from markdown_it import MarkdownIt
@@ -97,10 +100,10 @@ def html_page(title: str, text: str, folder: Path) -> str | None:
 
 
 def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
-    """The report as Markdown: one table, the others folded away.
+    """The report as Markdown: the first table is shown, the others are folded.
 
     Args:
-        plots: what each shows, and its file.
+        plots: title and file of each plot.
     """
     found = sections(figures)
     parts = [
@@ -130,7 +133,7 @@ def block(figures: Figures) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text on one line."""
+    """The text on one line."""
     return " ".join(text.split())
 
 
@@ -184,7 +187,7 @@ def _origin(figures: Figures) -> str:
 
 
 def _busy(starts: Sequence[Start]) -> str:
-    """A line when others used the machine too."""
+    """A line of warning if other work used the machine too."""
     loads = [
         (start.load_average, start.machine.cores)
         for start in starts
@@ -238,7 +241,7 @@ def _setting(figures: Figures) -> str:
 
 
 def findings(figures: Figures) -> list[str]:
-    """A line for each batch and condition: speed-ups of the fastest draft and auto."""
+    """Lines for each batch and condition: speed-ups of the best fixed k and of auto."""
     best: dict[str, dict[bool, CellFigures]] = {}
     held_up = []
     for f in figures.drafted:
@@ -255,7 +258,7 @@ def findings(figures: Figures) -> list[str]:
             )
             continue
         found, auto = best.setdefault(key, {}), f.cell.num_draft_tokens == "auto"
-        # What drafted nothing decoded plainly: its ratio is noise.
+        # A cell that drafted nothing decoded plainly, so its ratio is noise.
         faster = auto not in found or f.rate > found[auto].rate
         if (a.drafted or auto) and faster:
             found[auto] = f
@@ -287,7 +290,7 @@ def _finding(figures: Figures, key: str, f: CellFigures) -> str:
 
 
 def _prefix_findings(figures: Figures) -> list[str]:
-    """How much sooner the first token comes where a prefix cache knows the prompt."""
+    """How much sooner the first token comes if a prefix cache has the prompt."""
     lines = []
     for cell, with_cache in figures.cells.items():
         without = figures.cells.get(replace(cell, prefix_cache=False))
@@ -305,14 +308,14 @@ def _prefix_findings(figures: Figures) -> list[str]:
 
 
 def _gpu_finding(figures: Figures) -> list[str]:
-    """What a GPU makes of the packaged pair, where a CPU was measured."""
+    """The default pair's speed-up on a GPU, if a CPU was measured."""
     on_cpu = figures.results.starts[-1].machine.backend == "cpu"
     if not on_cpu or DEFAULT_DRAFT not in figures.recipe.draft:
         return []
     return [f"- {ON_A_GPU}"]
 
 
-#: What jobs-smollm2-h200 in benchmarks/results has; a test compares it.
+#: Numbers of jobs-smollm2-h200 in benchmarks/results; a test compares them.
 ON_A_GPU = (
     "A CPU pays for every token that it verifies, a GPU hardly: on one H200 `auto` "
     "with this draft was 1.38, 1.40 and 1.33 times as fast as no draft at batch 1, 8 "
@@ -325,6 +328,6 @@ def _median(values: Sequence[float]) -> float:
 
 
 def sources(recipe: Recipe) -> str:
-    """Where the prompts come from, without the folders of files."""
+    """The sources of the prompts, files without their folders."""
     parts = [source.partition(":") for source in recipe.prompts.source]
     return " and ".join(f"{kind}:{short(what)}" for kind, _, what in parts)

@@ -1,4 +1,4 @@
-"""Runs a recipe, a unit at a time, and keeps what each one measured."""
+"""Run a recipe one unit at a time, and keep the results of each unit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .raw import PromptsRecord, RawFile, Results
 from .recipe import Recipe
 from .systems import Options, System, mlx_lm_batch, mlx_lm_step, run_job, specdec
 
-#: Brackets each new unit.
+#: A context manager that is entered around each new unit.
 Bracket = Callable[[Unit], AbstractContextManager[Any]]
 
 
@@ -41,8 +41,8 @@ class Bench:
 
     Args:
         recipe: what to measure.
-        clock: seconds.
-        trust_remote_code: run Python code that lies in a model's folder.
+        clock: returns a time in seconds.
+        trust_remote_code: run Python code from a model's folder.
 
     Raises:
         ModelError: a model cannot be loaded, or a draft does not fit.
@@ -66,7 +66,7 @@ class Bench:
         )
         vocab_size = int(target.model(mx.array([[0]])).shape[-1])
         self.prompts: EncodedSet = encode_set(recipe, target, vocab_size)
-        # Rows that do not end make no text.
+        # Without end-of-sequence tokens, no text is made.
         self._texts = recipe.run.end_of_sequence and target.tokenizer is not None
         self._target = target if self._texts else token_level(target.model)
         self._drafts = {
@@ -77,10 +77,10 @@ class Bench:
         self._separated: dict[int, nn.Module] = {}
 
     def run_pass(self, cell: Cell, rate: float = 0.0) -> JobRecord:
-        """One job of a cell.
+        """Run one job of a cell.
 
         Args:
-            rate: requests that arrive in a second; 0: all are there at once.
+            rate: arrivals per second; with 0 all requests are there at once.
         """
         prompts = self._prompts(cell)
         requests = requests_of(prompts, self._recipe, cell.batch, rate)
@@ -93,7 +93,7 @@ class Bench:
         return run_job(self._system(cell, decoder), requests, self._clock)
 
     def run_profile(self, cell: Cell) -> list[ProfiledRound]:
-        """Some rounds of a cell, taken apart."""
+        """Profile some rounds of a cell, part by part."""
         n = cell.num_draft_tokens
         assert n != "auto"
         ids = self.prompts.after(cell.context)
@@ -105,7 +105,7 @@ class Bench:
         )
 
     def _prompts(self, cell: Cell) -> list[Prompt]:
-        """Texts, to be encoded in the job, or token ids."""
+        """The prompts as texts, which the job encodes, or as token ids."""
         if self._texts and not cell.context:
             return self.prompts.prompts
         return list(self.prompts.after(cell.context))
@@ -134,20 +134,20 @@ class Bench:
         return mlx_lm_step(target, options, draft, k)
 
     def _as_mlx_lm_has(self, model: nn.Module) -> nn.Module:
-        """The model with mlx-lm's own layers: ours are not to be measured as its."""
+        """The model with mlx-lm's own layers, since mlx-lm does not have ours."""
         if id(model) not in self._separated:
             self._separated[id(model)] = separated(model)
         return self._separated[id(model)]
 
     def _kept_decoder(self, cell: Cell) -> SpecDecoder:
-        """One for all passes of a cell, as in a server: graphs are compiled once.
+        """The decoder of all passes of a cell: as in a server, graphs compile once.
 
-        Not where it keeps prefixes: the same prompts come in every pass, and every job
-        begins with none.
+        A cell with a prefix cache gets a new decoder for every job. Otherwise the cache
+        would hold the prompts of earlier passes, which are the same.
         """
         if cell.prefix_cache:
             return self._decoder(cell, texts=self._texts)
-        # Load decides when requests come, not what decodes them.
+        # The load decides when requests arrive, not how they are decoded.
         cell = replace(cell, load=0.0)
         if cell not in self._kept:
             self._kept[cell] = self._decoder(cell, texts=self._texts)
@@ -164,7 +164,7 @@ class Bench:
         )
         target = self._target
         drafter = None if cell.draft is None else self._drafts[cell.draft]
-        if not texts:  # driven with token ids alone
+        if not texts:  # both models run with token ids alone
             target = token_level(target.model)
             if drafter is not None and drafter.model is not None:
                 drafter = replace(drafter, model=token_level(drafter.model.model))
@@ -183,7 +183,7 @@ def _drafter(
         trust_remote_code=trust_remote_code,
     )
     if found.model is not None and found.model.tokenizer is not None:
-        # Both may run with token ids alone later.
+        # Later both models may lack their tokenizers, which the mapping needs.
         found = replace(found, vocabulary=map_vocabulary(target, found.model))
     return found
 
@@ -197,17 +197,17 @@ def run_recipe(
     progress: Callable[[int, int], Bracket] | None = None,
     trust_remote_code: bool = False,
 ) -> Results:
-    """Run the missing units of a recipe; results stay in ``folder``.
+    """Run the missing units of a recipe, and keep all results in ``folder``.
 
     Args:
-        command: for the report.
-        clock: seconds.
-        progress: gets how many units there are and how many are done; gives what
-            brackets each new one.
-        trust_remote_code: run Python code that lies in a model's folder.
+        command: the command line, for the report.
+        clock: returns a time in seconds.
+        progress: called with the number of units and the number of those done;
+            returns the :data:`Bracket` of each new unit.
+        trust_remote_code: run Python code from a model's folder.
 
     Raises:
-        ConfigError: the folder holds results of something else.
+        ConfigError: the folder holds results of another recipe or of other prompts.
         ModelError, PromptError: models or prompts cannot be used.
     """
     raw = RawFile(folder, recipe.to_dict())

@@ -1,4 +1,4 @@
-"""The tables of a report: each from figures to Markdown. No mlx here."""
+"""The tables of a report, made from figures as Markdown. No mlx here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .job import RoundTimes
 
 MIB = 2**20
 NONE = "-"
-# A share of the rounds too small for percentiles.
+# Draft lengths with less than this share of a cell's rounds are left out.
 _FEW = 0.01
 
 T = TypeVar("T")
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Section:
-    """A table, and how to read it.
+    """A table with a title and a note on how to read it.
 
     Args:
-        in_issues: whether an issue has it, too.
+        in_issues: whether the block to paste into an issue has the table, too.
     """
 
     title: str
@@ -34,7 +34,7 @@ class Section:
 
 
 def sections(figures: Figures) -> list[Section]:
-    """All sections that have something to say; the first is the one to look at."""
+    """All sections whose tables have rows, the most important one first."""
     made = (
         Section("Speed", _speed(figures), _SPEED, True),
         Section("Requests that arrive one by one", _loads(figures), _LOADS, True),
@@ -52,7 +52,7 @@ def sections(figures: Figures) -> list[Section]:
 
 
 def _table(items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> str:
-    """A row for each item, a cell for each column; nothing without items."""
+    """A table with a row for each item and a cell for each column; "" without items."""
     rows = [[show(item) for show in columns.values()] for item in items]
     return markdown_table(list(columns), rows) if rows else ""
 

@@ -1,4 +1,4 @@
-"""The systems that are compared: each decodes a job, driven and timed alike."""
+"""The compared systems: each decodes a job, and all are timed in the same way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ...request import Request
 from ...sampling_params import SamplingParams
 from .job import Clock, Job, JobRecord, JobRequest, Rounds
 
-#: mlx-lm takes so many prompts in at a time, unless set otherwise.
+#: mlx-lm's default number of prompts that are prefilled together.
 _PREFILL_BATCH = 8
 
 #: Decodes a job.
@@ -34,15 +34,15 @@ System = Callable[[Job], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What all systems are given alike.
+    """Options that are the same for all systems.
 
     Args:
-        tokenizer: the target's, or one that stands in for it.
-        chat_template: put prompts into its chat template.
+        tokenizer: the target's tokenizer, or a stand-in for it.
+        chat_template: put prompts into the tokenizer's chat template.
         prefill_step_size: prompt tokens per row in one forward.
-        eos_token_ids: tokens that end a row; none: rows run to ``max_tokens``.
+        eos_token_ids: tokens that end a row; without them rows run to ``max_tokens``.
         temperature: 0 is greedy.
-        seed: of the first prompt's draws; each next one's is one more.
+        seed: the first prompt's seed; it grows by one with each prompt.
     """
 
     tokenizer: Any
@@ -53,7 +53,7 @@ class Options:
     seed: int = 0
 
     def encode(self, job: Job, indices: Iterable[int]) -> list[EncodedPrompt]:
-        """Encode prompts of a job."""
+        """Encode the prompts at ``indices`` of a job."""
         chosen = list(indices)
         encoded = encode_all(
             self.tokenizer,
@@ -65,7 +65,11 @@ class Options:
         return encoded
 
     def sampler(self, first: int) -> Callable[[mx.array], mx.array] | None:
-        """mlx-lm's sampler for the temperature; ``None`` where it is greedy."""
+        """Seed and make mlx-lm's sampler; ``None`` for greedy decoding.
+
+        Args:
+            first: index of the first prompt that it samples for.
+        """
         if not self.temperature:
             return None
         mx.random.seed(self.seed + first)
@@ -76,7 +80,7 @@ class Options:
 def run_job(
     system: System, requests: Sequence[JobRequest], clock: Clock = time.perf_counter
 ) -> JobRecord:
-    """Run one job on one system, and measure its memory."""
+    """Run one job on one system, and measure its times and its memory."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()
@@ -89,7 +93,7 @@ def run_job(
 
 
 class _Watch(RoundObserver):
-    """Notes times of this engine's rounds, and the drafted tokens of their rows."""
+    """Notes the times of this engine's rounds and each row's draft tokens."""
 
     def __init__(self, rounds: Rounds):
         self._rounds = rounds
@@ -97,7 +101,10 @@ class _Watch(RoundObserver):
         self._running = False
 
     def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
-        """A round was read; a prompt's last step adds to no row's rounds."""
+        """Note a round that was read.
+
+        Reading a prompt's last step is not a round: no row's count of rounds grows.
+        """
         drafted = []
         for row in rows:
             rounds, before, accepted = self._seen.get(row.index, (0, 0, 0))
@@ -117,7 +124,7 @@ class _Watch(RoundObserver):
 
 
 def specdec(decoder: SpecDecoder, options: Options) -> System:
-    """This engine, by its Python API."""
+    """This engine, through its Python API."""
 
     def run(job: Job) -> None:
         session = decoder.session(observer=_Watch(job.rounds))
@@ -149,7 +156,7 @@ def specdec(decoder: SpecDecoder, options: Options) -> System:
 def mlx_lm_step(
     model: nn.Module, options: Options, draft: nn.Module | None = None, k: int = 0
 ) -> System:
-    """What ``stream_generate`` does, with a draft or without: one prompt at a time."""
+    """Decoding as in ``stream_generate``: one prompt at a time, a draft or none."""
 
     def generate(prompt: EncodedPrompt, i: int, max_tokens: int) -> Any:
         shared: dict[str, Any] = {
@@ -182,7 +189,7 @@ def mlx_lm_step(
                 job.rounds.begin()
             elif begins:
                 job.rounds.end(k)
-            # All tokens of a round are there with its first.
+            # All tokens of a round exist when its first one is yielded.
             if begins and draft is not None:
                 done.rounds += 1
                 done.drafted += min(k, max_tokens - len(done.tokens))
@@ -194,14 +201,14 @@ def mlx_lm_step(
             job.take(i, [token], job.now)
         generated.close()
         text.finalize()
-        _ = text.text  # made when it is asked for
+        _ = text.text  # the detokenizer makes the text on access
         job.end(i, job.now)
 
     return run
 
 
 def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
-    """What ``batch_generate`` does, with its ``BatchGenerator`` driven from here."""
+    """Decoding as in ``batch_generate``, with its ``BatchGenerator``."""
 
     def run(job: Job) -> None:
         generator = BatchGenerator(

@@ -1,1 +1,1 @@
-"""A draft made for a target: text that it writes, layers of its own, a divergence."""
+"""Make a draft for a target: train some of its layers, or a head, on its own text."""

@@ -1,7 +1,7 @@
-"""The draft as a block head: DSpark's or DFlash's network, to be trained.
+"""A draft that is a block head to be trained: DSpark's or DFlash's network.
 
-In training many anchors of a text are learnt from at once. The context is the whole
-text, and the mask has each block see what is before its anchor, and itself:
+A training step learns from many anchors of a text at once. The context is the whole
+text. The mask lets each block see the tokens before its anchor, and itself:
 
     keys       c_0 c_1 c_2 c_3 c_4 c_5 ...   x_2 mask mask   x_5 mask mask
     block of 2  +   +                         +   +    +
@@ -38,9 +38,10 @@ from ...models.trunk import TargetEnds
 from .blocks import Block
 from .student import Lesson, Parameters, Student, ends_of, text_config, widened
 
-# The head reads as many layers of the target as it has itself, and these at least.
+# The head reads as many of the target's layers as it has itself, or this many if more.
 _FEWEST_FEATURES = 3
-# Of the Markov head: this part of the width, up to the published ones' rank.
+# Rank of the Markov head: the width over the first number, at most the second, which is
+# the published heads' rank.
 _WIDTH_OF_RANK, _LARGEST_RANK = 8, 256
 
 
@@ -50,10 +51,10 @@ class BlockStudent(Student):
 
     Args:
         model: the head, bound to no target.
-        recorded: the target, whose layers and last norm are listened to.
-        heard: what the layers put out.
-        normed: what the last norm put out in the last forward.
-        ends: the target's embedding.
+        recorded: the target, with the outputs of its layers and last norm recorded.
+        heard: the recorded outputs of layers.
+        normed: the output of the last norm in the last forward.
+        ends: gives the target's embedding.
     """
 
     recorded: nn.Module
@@ -68,7 +69,7 @@ class BlockStudent(Student):
 
     @property
     def slots(self) -> int:
-        """Tokens that a block predicts."""
+        """The number of tokens that a block predicts."""
         return self.head.args.max_draft_tokens
 
     @property
@@ -81,7 +82,7 @@ class BlockStudent(Student):
 
     @property
     def seen_width(self) -> int:
-        """Features, and the state after the last norm."""
+        """The width of a token's features and of its state after the last norm."""
         config = self.head.args
         return config.target_size * (1 + len(config.target_layers))
 
@@ -89,16 +90,16 @@ class BlockStudent(Student):
         return self.model.parameters()
 
     def load(self, parameters: Parameters) -> None:
-        """Put what was learnt in the model."""
+        """Put learnt arrays into the model."""
         self.model.update(parameters)
 
     def see(self, block: Block) -> mx.array:
-        """Features of all tokens, and after them states after the last norm."""
+        """Features of all tokens, joined with their states after the last norm."""
         self.recorded(mx.array(block.tokens))  # its logits are never computed
         return mx.concatenate([self.heard.take(), self.normed.pop()], axis=-1)
 
     def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
-        """Blocks after some anchors that are drawn, about a slot for each token."""
+        """A lesson from blocks after random anchors, about one slot for each token."""
         size, width = self.head.args.block_size, block.tokens.shape[1]
         drawn = draw_anchors(block, max(width // size, 1), self.slots, rng)
         anchors, positions, weights = drawn
@@ -112,10 +113,11 @@ class BlockStudent(Student):
     def _predicting(
         self, tokens: mx.array, features: mx.array, anchors: mx.array, at: mx.array
     ) -> mx.array:
-        """States that predict tokens, (N, D), with the Markov head's input beside them.
+        """States that predict tokens, (N, D), or (N, D + r) with a Markov head's input.
 
         Args:
-            at: where the token before each is, in the flattened rows, (N,).
+            at: index, in the flattened rows, of the token before each predicted one,
+                (N,).
         """
         head = self.head
         first = mx.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
@@ -125,7 +127,7 @@ class BlockStudent(Student):
         flat = states.reshape(-1, states.shape[-1])
         if not head.args.markov_rank:
             return flat
-        # In float32, since the gradient of a token is a sum over all its places.
+        # In float32, since a token's gradient is a sum over all its occurrences.
         known = head.markov_head.markov_w1.weight.astype(mx.float32)
         before = known[tokens.reshape(-1)[at]].astype(flat.dtype)
         return mx.concatenate([flat, before], axis=-1)
@@ -137,15 +139,15 @@ def block_states(
     """Normed states (B A, b, D) of blocks after many anchors of a text.
 
     Args:
-        head: layers that see everything before a block, and the whole block.
-        features: of all tokens, (B, L, F).
-        block: the embedded blocks, (B A, b, D), those of a row one after the other.
+        head: the head; its layers see everything before a block, and the whole block.
+        features: features of all tokens, (B, L, F).
+        block: the embedded blocks, (B A, b, D), sorted by row.
         anchors: position of each block's first token, (B, A).
     """
     (rows, count), width = anchors.shape, block.shape[1]
 
     def side_by_side(x: mx.array) -> mx.array:
-        """Heads of all blocks (B A, H, b, d) as those of one row, (B, H, A b, d)."""
+        """Join the blocks of each row: from (B A, H, b, d) to (B, H, A b, d)."""
         x = x.reshape(rows, count, *x.shape[1:]).transpose(0, 2, 1, 3, 4)
         return x.reshape(rows, x.shape[1], count * width, -1)
 
@@ -170,9 +172,9 @@ def seen_by_blocks(anchors: mx.array, width: int, length: int) -> mx.array:
     """Which keys each slot sees, boolean, (B, 1, A b, L + A b).
 
     Args:
-        anchors: positions, (B, A).
-        width: b, slots of a block.
-        length: L, tokens of the context.
+        anchors: positions of the anchors, (B, A).
+        width: b, the number of slots of a block.
+        length: L, the number of tokens of the context.
     """
     rows, count = anchors.shape
     before = mx.arange(length) < mx.repeat(anchors, width, axis=1)[..., None]
@@ -186,24 +188,26 @@ def seen_by_blocks(anchors: mx.array, width: int, length: int) -> mx.array:
 def draw_anchors(
     block: Block, count: int, slots: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Draw the tokens after which blocks begin, and find what their slots predict.
+    """Draw the anchors of blocks, and find the tokens that their slots predict.
 
-    A position is drawn as often as its weight says. Where a row has too few, others are
-    taken, whose slots weigh nothing; so do slots that are beyond the end of a row.
+    Positions are drawn in proportion to their weights. If a row has too few positions
+    with a weight, others are added; their slots have weight 0. Slots beyond the end of
+    a row have weight 0, too.
 
     Args:
-        count: A, anchors of a row.
-        slots: S, that predict.
+        count: A, the number of anchors of a row.
+        slots: S, the number of slots of a block that predict.
 
     Returns:
         Anchors (B, A), in ascending order; for each slot the position, in the flattened
-        rows, whose next token it predicts, (B A S,); their weights, (B A S,).
+        rows, whose next token it predicts, (B A S,); the slots' weights, (B A S,).
     """
     rows, width = block.tokens.shape
     chances = np.zeros(rows * width)
     np.add.at(chances, block.positions, block.weights)  # padding adds nothing
     chances = chances.reshape(rows, width)
-    # The largest of these are a draw without replacement (Efraimidis, Spirakis 2006).
+    # The positions of the largest keys are a weighted draw without replacement
+    # (Efraimidis, Spirakis 2006).
     keys = np.where(chances > 0, rng.random(chances.shape), 0.0)
     keys **= 1 / np.maximum(chances, 1e-9)
     anchors = np.sort(np.argsort(-keys, axis=1, kind="stable")[:, :count], axis=1)
@@ -230,15 +234,15 @@ def make_block_student(
 ) -> BlockStudent:
     """A block head for a target.
 
-    Its layers begin as those of the target where those have the same arrays, and at
-    random elsewhere.
+    A layer begins as the target's layer if that has the same arrays, else at random.
 
     Args:
-        layers: of the target; else as many.
+        layers: the target's layers to begin with; their number is the head's number of
+            layers in any case.
         widen: see :func:`.student.make_student`.
         form: one of :data:`.options.FORMS`.
-        block_size: tokens of a block, the anchor included.
-        seed: of the arrays that begin at random.
+        block_size: tokens of a block, including the anchor.
+        seed: seed of the arrays that begin at random.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
@@ -284,7 +288,11 @@ def make_block_student(
 
 
 def _begin_layer(layer: nn.Module, arrays: dict[str, Any]) -> bool:
-    """Take a layer's arrays over, if they are those that this one has."""
+    """Copy the arrays of a target's layer, if this layer has the same ones.
+
+    Returns:
+        Whether they were copied.
+    """
     own = dict(_leaves(layer.parameters()))
     # Published heads have no biases.
     theirs = {n: a for n, a in _leaves(arrays) if not n.endswith(".bias")}
@@ -302,7 +310,7 @@ def _config(
     form: str,
     block_size: int,
 ) -> dict[str, Any]:
-    """As published heads of this form have it, of sizes like the target's."""
+    """A configuration like published heads of this form, with the target's sizes."""
     num_target_layers = ends.num_layers
     embedded = ends.embed(mx.zeros((1, 1), mx.int32))
     width, vocab_size = embedded.shape[-1], ends.logits(embedded).shape[-1]
@@ -324,7 +332,7 @@ def _config(
     theta = number("rope_theta") or rope.get("rope_theta") or 10000.0
     spread = spread_layers(num_target_layers, max(count, _FEWEST_FEATURES))
     reads = sorted({min(max(i, 0), num_target_layers - 1) for i in spread})
-    # A token that has an embedding, and that no answer goes on after.
+    # The mask token must have an embedding, and no answer should go on after it.
     eos = known.get("eos_token_id")
     mask = eos[0] if isinstance(eos, list) and eos else eos
     if not isinstance(mask, int) or not 0 <= mask < vocab_size:
@@ -333,7 +341,7 @@ def _config(
     config: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": width,
-        # An expert is narrower.
+        # The width of an expert's MLP would be too small.
         "intermediate_size": widen * (between if between >= width else 3 * width),
         "num_hidden_layers": count,
         "num_attention_heads": heads,
@@ -365,7 +373,7 @@ def _config(
 
 
 def _begin(head: BlockHead, seed: int) -> None:
-    """Draw all matrices; features begin as their mean, biases as zero."""
+    """Draw all matrices; begin with the features' mean and without a Markov bias."""
     leaves = sorted(_leaves(head.parameters()))  # type: ignore[no-untyped-call]
     keys = mx.random.split(mx.random.key(seed), len(leaves))
     begun = []

@@ -1,8 +1,8 @@
-"""Documents as blocks of fixed shapes, and the order in which they are learnt.
+"""Documents as blocks of fixed shapes, and the order in which blocks are learnt.
 
-A document begins a row of its own, as it does when it is decoded. Rows are padded on
-the right, which a causal model does not see, to a multiple of 128 tokens: there are
-few shapes, and those that attention has fast kernels for.
+Each document has a row of its own, as in decoding. Rows are padded on the right, which
+a causal model does not see. They are padded to a multiple of 128 tokens, so that there
+are few shapes, all of which have fast attention kernels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Shapes:
     """How blocks are cut.
 
     Args:
-        block_tokens: rows of a block times their length, about.
+        block_tokens: about the number of rows of a block times their length.
         max_row: longest row; longer documents lose their end.
-        chunk: positions of the loss that are computed together; the number of a
-            block's positions is a multiple of it.
-        prompt_weight: weight of a position of a prompt; one of an answer weighs 1.
+        chunk: positions whose loss is computed together; the number of a block's
+            positions is a multiple of it.
+        prompt_weight: weight of a prompt's position; an answer's position has weight 1.
     """
 
     block_tokens: int
@@ -42,10 +42,10 @@ class Block:
 
     Args:
         tokens: shape (B, L), int32.
-        positions: where there is something to learn, in the flattened rows, shape
-            (N,), int32; after the last one padding of weight 0.
-        weights: shape (N,), float32.
-        num_tokens: of documents, padding not counted.
+        positions: positions to learn from, as indices in the flattened rows, shape
+            (N,), int32; padding of weight 0 follows the last one.
+        weights: weights of the positions, shape (N,), float32.
+        num_tokens: tokens of documents, without padding.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -57,7 +57,7 @@ class Block:
 def make_blocks(
     documents: Sequence[Document], shapes: Shapes, *, seed: int
 ) -> list[Block]:
-    """All documents, in blocks of rows of about one length; their order is drawn."""
+    """Put all documents, in random order, into blocks of rows of similar length."""
     common = _common_prefix(documents)
     order = np.random.default_rng(seed).permutation(len(documents))
     buckets: dict[int, list[Document]] = {}
@@ -68,7 +68,7 @@ def make_blocks(
             continue
         row = -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
         buckets.setdefault(min(row, shapes.max_row), []).append(document)
-    # Longest first: what is left of a bucket fills up with shorter documents.
+    # Longest first: the last block of a bucket is filled with shorter documents.
     queue = [(row, d) for row in sorted(buckets, reverse=True) for d in buckets[row]]
     blocks = []
     first = 0
@@ -82,7 +82,7 @@ def make_blocks(
 
 
 def block_order(num_blocks: int, step: int, *, seed: int) -> int:
-    """The block of a step: each once an epoch, in an order that is drawn for it."""
+    """The index of a step's block; each epoch has all blocks once, in random order."""
     epoch, index = divmod(step, num_blocks)
     return int(np.random.default_rng((seed, epoch)).permutation(num_blocks)[index])
 
@@ -100,11 +100,11 @@ def _block(
         # The state at a position predicts the token after it.
         answer = document.prompt_length - 1
         weights[i, answer : len(inputs)] = 1
-        if document.kind in (GREEDY, TEXT):  # others have the same prompt again
+        if document.kind in (GREEDY, TEXT):  # sampled ones repeat a greedy one's prompt
             weights[i, common - 1 : answer] = shapes.prompt_weight
     positions = np.flatnonzero(weights.reshape(-1)).astype(np.int32)
     padding = -len(positions) % shapes.chunk
-    # Padding repeats a position that is there, with no weight.
+    # Padding points at position 0, with weight 0.
     found = np.concatenate([positions, np.zeros(padding, np.int32)])
     kept = np.concatenate(
         [weights.reshape(-1)[positions], np.zeros(padding, np.float32)]
@@ -113,7 +113,7 @@ def _block(
 
 
 def _common_prefix(documents: Sequence[Document]) -> int:
-    """The number of tokens, 1 or more, with which all documents but texts begin."""
+    """The length, at least 1, of the beginning that all documents but texts share."""
     chats = [d.tokens[: d.prompt_length] for d in documents if d.kind != TEXT]
     if not chats:
         return 1

@@ -1,4 +1,4 @@
-"""Training as a file: everything that the next step depends on."""
+"""Checkpoints: files with everything that the next training step depends on."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BEFORE = "checkpoint-before.safetensors"
 
 @dataclass
 class Progress:
-    """How far training is.
+    """The progress of training.
 
     Args:
-        step: steps done; the data of the next one follow from it.
-        tokens: of documents, so far.
-        seconds: of training, so far.
-        history: what was measured on the way.
+        step: number of steps done, which decides the data of the next step.
+        tokens: tokens of documents so far.
+        seconds: seconds of training so far.
+        history: measurements on held-out texts so far.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Progress:
 
 
 def exists(folder: Path) -> bool:
-    """Whether there is a checkpoint to go on from."""
+    """Whether the folder has a checkpoint to go on from."""
     return any((folder / name).exists() for name in (NAME, BEFORE))
 
 
@@ -53,14 +53,14 @@ def save(
     progress: Progress,
     identity: dict[str, Any],
 ) -> None:
-    """Replace the checkpoint of a folder; the one before it is kept, too.
+    """Write a checkpoint; the previous one is kept, too.
 
     Args:
         parameters, optimizer: trees of arrays.
-        identity: what must be the same when training goes on.
+        identity: settings that must be the same when training goes on.
 
     Raises:
-        ModelError: it cannot be written; the one before is whole.
+        ModelError: the checkpoint cannot be written; the previous one is whole.
     """
     arrays = _flat("parameters", parameters) | _flat("optimizer", optimizer)
     meta = {
@@ -79,11 +79,11 @@ def load(
     like: tuple[Any, Any],
     say: Callable[[str], None],
 ) -> tuple[Any, Any, Progress] | None:
-    """Parameters, optimizer state and progress; ``None`` where there is none.
+    """Parameters, optimizer state and progress; ``None`` without a checkpoint.
 
     Args:
-        like: trees of the same names and shapes.
-        say: called where the last checkpoint is damaged, and the one before is taken.
+        like: trees of parameters and optimizer state with the same names and shapes.
+        say: called if the last checkpoint is damaged and the previous one is taken.
     """
     if not exists(folder):
         return None
@@ -98,13 +98,13 @@ def load(
         raise ModelError(
             f"{path} is damaged ({reason}): leave --resume out to begin anew"
         ) from error
-    if path.exists():  # or a kill came between two names
+    if path.exists():  # if not, a kill came between the two renames
         say(f"warning: {path} is damaged ({reason}): going on from the one before it")
     return found
 
 
 class _DamagedError(Exception):
-    """A file is no whole checkpoint; the message says why."""
+    """A file is not a whole checkpoint; the message says why."""
 
 
 def _load(
@@ -155,7 +155,7 @@ def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[object, ...]]:
 
 
 def _digest(arrays: Mapping[str, mx.array], meta: Mapping[str, str]) -> str:
-    """A hash of everything that is in the file."""
+    """A hash of all contents of the file."""
     found = hashlib.sha256(repr(sorted(meta.items())).encode())
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype} {array.shape}".encode())

@@ -1,4 +1,4 @@
-"""What the target wrote, on disk: a file for each wave, kept for the next run."""
+"""The target's texts on disk: a file for each wave, kept for the next run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAVE = re.compile(r"wave-\d{5}")
 _SUFFIX = ".safetensors"
 FORMAT = "specdec distill data"
 
-#: How an answer was chosen.
+#: How a document's text was chosen.
 GREEDY, SAMPLED, TEXT = range(3)
 
 
@@ -28,9 +28,10 @@ class Document:
     """A text to learn from.
 
     Args:
-        tokens: the prompt and what was written after it.
-        prompt_length: how many of them are the prompt.
-        kind: how the rest was chosen: ``GREEDY``, ``SAMPLED``; ``TEXT`` was given.
+        tokens: the prompt and the text after it.
+        prompt_length: number of the prompt's tokens.
+        kind: how the text after the prompt was chosen: ``GREEDY`` or ``SAMPLED`` by
+            the target, or ``TEXT`` given by the user.
     """
 
     tokens: tuple[int, ...]
@@ -39,15 +40,16 @@ class Document:
 
 
 class Corpus:
-    """A folder of named files of documents; those called ``wave-NNNNN`` are counted.
+    """A folder of named files of documents. Files named ``wave-NNNNN`` are waves.
 
     Args:
-        folder: made when the first file is written.
+        folder: the folder, which is made when the first file is written.
         target: fingerprint of the model that writes.
 
     Attributes:
-        waves: names, in the order in which they were written.
-        num_tokens, seconds: of all waves; how long it took to write them.
+        waves: names of the waves, in the order in which they were written.
+        num_tokens: tokens of all waves.
+        seconds: time that it took to write all waves.
     """
 
     def __init__(self, folder: Path, target: str):
@@ -63,7 +65,7 @@ class Corpus:
 
     @property
     def next_wave(self) -> str:
-        """Name of the wave to be written next."""
+        """The name of the next wave to write."""
         return f"wave-{len(self.waves):05d}"
 
     def has(self, name: str) -> bool:
@@ -76,10 +78,10 @@ class Corpus:
         """Write a file.
 
         Args:
-            seconds: what it took to make them.
+            seconds: time that it took to make the documents.
 
         Raises:
-            ModelError: it cannot be written.
+            ModelError: the file cannot be written.
         """
         numbers = np.array(
             [(len(d.tokens), d.prompt_length, d.kind) for d in documents], np.int32
@@ -97,7 +99,7 @@ class Corpus:
         """The documents of a file.
 
         Raises:
-            ModelError: it cannot be read, or another target wrote it.
+            ModelError: the file cannot be read, or another target wrote it.
         """
         return self._open(name)[0]
 
@@ -107,7 +109,7 @@ class Corpus:
             yield from self.read(name)
 
     def digest(self, names: Iterable[str]) -> str:
-        """The hash of several files."""
+        """The hash of several files' contents."""
         found = hashlib.sha256()
         for name in names:
             with open_plain(self._path(name)) as file:
@@ -140,6 +142,6 @@ class Corpus:
                 part = tuple(tokens[first : first + length])
                 documents.append(Document(part, prompt_length, kind))
                 first += length
-        except (TypeError, ValueError) as error:  # of another shape or type
+        except (TypeError, ValueError) as error:  # another shape or type
             raise ModelError(f"{path} is not of specdec distill: remove it") from error
         return documents, seconds

@@ -1,4 +1,4 @@
-"""What a target makes of texts, how near a draft is to it, and rounds of the engine."""
+"""The target's states, how near a draft is to the target, and rounds of the engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .student import Student
 
 
 class TargetStates:
-    """What the target makes of blocks.
+    """The target's states of blocks, kept for later epochs.
 
-    A state is what the head turns into logits: with it, the distribution over the
-    whole vocabulary costs one product, and takes as many bytes as a token's
-    embedding. So the target runs once over the text, however often that is learnt.
+    The output head turns a state into logits. A state takes as many bytes as a token's
+    embedding, and one product gives the distribution over the whole vocabulary. So the
+    target runs over a kept block only once, however often the block is learnt.
 
     Args:
-        student: says what it wants to see.
-        blocks: in which the target looks at tokens.
-        budget: most bytes to keep; what is beyond is computed every time.
+        student: the draft, which chooses the states that it needs.
+        blocks: the blocks that the target reads.
+        budget: most bytes to keep; further states are computed every time.
     """
 
     def __init__(self, student: Student, blocks: Sequence[Block], *, budget: int):
@@ -39,7 +39,7 @@ class TargetStates:
         self._kept: dict[int, mx.array] = {}
 
     def of(self, index: int) -> mx.array:
-        """What the student sees of a block."""
+        """The states that the student needs for a block."""
         if index in self._kept:
             return self._kept[index]
         found = self._student.see(self._blocks[index])
@@ -51,13 +51,13 @@ class TargetStates:
 
 
 class HeldOut:
-    """Texts of the target that nothing is learnt from.
+    """A set of the target's texts that the draft does not learn from.
 
     Args:
-        name: of the set.
+        name: name of the set.
         student: the draft.
         blocks: the texts; their positions are those of answers.
-        budget: bytes of the target's states to keep.
+        budget: most bytes of the target's states to keep.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class HeldOut:
         self._states = TargetStates(student, blocks, budget=budget)
 
     def measure(self, loss: ChunkedLoss, check: Check = go_on) -> dict[str, float]:
-        """KL and agreement by position, from the target's own text each time."""
+        """Mean KL and agreement per position, each after the target's own text."""
         sums = [mx.array(0.0)] * 3
         student = self._student
         for index, block in enumerate(self._blocks):
             check()
-            # The same draws whenever it is measured.
+            # Every measurement has the same draws.
             rng = np.random.default_rng(index)
             lesson = student.lesson(block, self._states.of(index), rng)
             found = loss.value(
@@ -102,10 +102,10 @@ def measure_rounds(
     batch_size: int,
     check: Check = go_on,
 ) -> dict[str, Any]:
-    """Decode prompts with a fixed draft length, and count.
+    """Decode prompts with a fixed draft length, and count draft tokens.
 
     Returns:
-        What was asked, the counts, and ``acceptance_rate``, ``acceptance_length`` and
+        The settings, the counts, and ``acceptance_rate``, ``acceptance_length`` and
         ``acceptance_by_position`` as in :class:`specdec.RunStats`.
     """
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=num_draft_tokens)

@@ -1,4 +1,4 @@
-"""A draft as a folder: whole, for mlx-lm too, or its own layers alone."""
+"""Write a draft's folder: a whole model that mlx-lm loads too, or its layers alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .storage import write_file, write_model
 from .student import Student
 
 _DEFAULT_GROUP = 64
-# What chooses tokens is kept in more bits than layers.
+# The embedding and the head, which choose tokens, are kept in more bits than layers.
 _EMBEDDING_BITS = 8
 
 
@@ -39,16 +39,16 @@ def export(
     See :func:`specdec.tools.distill.storage.write_model` for what a kill can leave.
 
     Args:
-        folder: where to.
-        student: the draft, its weights as they were learnt.
-        target: whose tokenizer it has.
-        card: what is known of it, for ``distill.json`` and ``README.md``.
-        packing: bits of the layers' matrices; ``None`` as they are.
-        alone: store embedding and tokenizer too, which
-            :func:`specdec.models.load_draft` else takes from the target.
+        folder: the draft's folder.
+        student: the draft, with weights that are not rounded.
+        target: the target, whose tokenizer the draft has.
+        card: the draft's card, for ``distill.json`` and ``README.md``.
+        packing: bits of the layers' matrices; ``None`` leaves them unpacked.
+        alone: store embedding, head and tokenizer too. Otherwise
+            :func:`specdec.models.load_draft` takes them from the target.
 
     Raises:
-        ModelError: it cannot be written.
+        ModelError: a file cannot be written.
     """
     model, quantization = packed(student.model, packing, student.prefix)
     config = dict(student.config)
@@ -62,7 +62,7 @@ def export(
     weights = {student.prefix + k: v for k, v in weights.items()}
     buffer = io.BytesIO()
     mx.save_safetensors(buffer, weights, {"format": "mlx"})
-    # The card first: a folder that is half replaced can then be recognized.
+    # The card comes first, so that a half-replaced folder can be recognized.
     files = {**_card_files(card), "model.safetensors": buffer.getvalue()}
     if alone:
         with tempfile.TemporaryDirectory() as work:
@@ -78,7 +78,7 @@ def write_card(folder: Path, card: dict[str, Any]) -> None:
     """Write the card of a draft, for programs and for people.
 
     Raises:
-        ModelError: it cannot be written.
+        ModelError: a file cannot be written.
     """
     for name, data in _card_files(card).items():
         write_file(folder / name, data)
@@ -91,10 +91,12 @@ def _card_files(card: dict[str, Any]) -> dict[str, bytes]:
 def packed(
     model: nn.Module, packing: Packing | None, prefix: str = ""
 ) -> tuple[nn.Module, dict[str, Any] | None]:
-    """A copy with packed matrices, and how they are packed, for ``config.json``.
+    """A copy with packed matrices, and its ``quantization`` entry for ``config.json``.
+
+    Without ``packing``, the model itself and ``None``.
 
     Args:
-        prefix: what the names of its weights begin with there.
+        prefix: prefix of the weights' names in that entry.
     """
     if packing is None:
         return model, None

@@ -1,4 +1,4 @@
-"""A whole run of ``specdec distill``: write, learn, measure, export."""
+"""A whole run of ``specdec distill``: write text, train, measure, export."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ from .wave import TEMPERATURE
 
 _CHECKPOINT_SECONDS = 60
 _LINE_SECONDS = 10
-# Times that held-out texts are measured on the way.
+# How often held-out texts are measured during training.
 _MEASUREMENTS = 20
 # Most rows that decode together when rounds are measured.
 _ROUNDS_BATCH = 64
 
 
 class Job:
-    """A target, and a draft that is made for it.
+    """Makes a draft for a target.
 
     Args:
-        options: what the user asked for.
+        options: the user's options.
         say: shows a line of progress.
-        check: called in every long loop. An exception of it ends the run; finished
-            work is kept.
+        check: called in every long loop. If it raises, the run ends and keeps finished
+            work.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
-        ConfigError: it has no such layers.
+        ConfigError: the target does not have the layers asked for.
         ModelError: the target cannot be loaded.
-        PromptError: a file of the user's cannot be read.
+        PromptError: a user's file cannot be read.
     """
 
     def __init__(self, options: Options, say: Say, check: Check = go_on):
         self.options = options
         self._say = say
         self._check = check
-        self._given = Given.read(options)  # before a model is loaded
+        self._given = Given.read(options)  # errors come before a model is loaded
         self.target = load_target(options)
         self.plan = Plan.of(self.target, options)
         self.student = self.plan.student
         self._fingerprint = fingerprint(self.target.model)
 
     def run(self) -> dict[str, Any]:
-        """Do all of it.
+        """Do the whole run.
 
         Returns:
             The card, as it was written.
 
         Raises:
-            ModelError: a file cannot be written; what was there before is whole.
+            ModelError: a file cannot be written; the old file is intact.
         """
         options = self.options
         for folder in (options.folder, options.work):
@@ -85,7 +85,7 @@ class Job:
             trainer.install()
             agreement = self._agreement(held_out, loss)
             card = self._card(trainer, material, agreement)
-            trainer.install(packed=False)  # packed when it is stored
+            trainer.install(packed=False)  # export packs the weights
             export(
                 options.folder,
                 self.student,
@@ -108,7 +108,7 @@ class Job:
             say=self._say,
             check=self._check,
         )
-        # A checkpoint goes on with the data that it was made with.
+        # Training goes on from a checkpoint with the same data.
         begun = options.resume and checkpoint.exists(options.work)
         material = gatherer.gather(write=not begun)
         mx.clear_cache()
@@ -163,12 +163,12 @@ class Job:
                 if now - saved > _CHECKPOINT_SECONDS:
                     self._save(trainer, identity)
                     saved = time.perf_counter()
-        finally:  # where it is interrupted, too; nothing is checked in here
+        finally:  # also after an interrupt; nothing in here checks for one
             if trainer.progress.step and trainer.whole:
                 self._save(trainer, identity)
 
     def _identity(self, digest: str) -> dict[str, Any]:
-        """What a checkpoint must have been made with."""
+        """Everything that must be the same for a checkpoint to be resumed."""
         options = self.options
         return {
             "target": self._fingerprint,
@@ -186,7 +186,7 @@ class Job:
         }
 
     def _block(self) -> dict[str, Any]:
-        """What is said of a block head alone."""
+        """Options that only a block head has; empty for a draft of layers."""
         options = self.options
         if options.kind != "block":
             return {}
@@ -194,7 +194,7 @@ class Job:
         return {name: getattr(options, name) for name in names}
 
     def _save(self, trainer: Trainer, identity: dict[str, Any]) -> None:
-        """Save a checkpoint; that it cannot be saved does not end the training."""
+        """Save a checkpoint; if that fails, warn and go on training."""
         try:
             checkpoint.save(
                 self.options.work,
@@ -225,7 +225,7 @@ class Job:
     def _agreement(
         self, held_out: Sequence[HeldOut], loss: ChunkedLoss
     ) -> dict[str, dict[str, float]]:
-        """With each held-out set, of the installed weights."""
+        """KL and agreement of the installed weights on each held-out set."""
         return {h.name: h.measure(loss, self._check) for h in held_out}
 
     def _show(self, trainer: Trainer, rate: float) -> None:
@@ -288,19 +288,19 @@ class Job:
         }
 
     def _known_rounds(self, training: dict[str, Any]) -> list[dict[str, Any]]:
-        """Rounds that were measured before this run, of the very same training."""
+        """Rounds that an earlier run measured after the same training."""
         if not self.options.resume:
             return []
         try:
             card = read_card(self.options.folder) or {}
         except ModelError:
             return []
-        # Its seconds are like no other's.
+        # The seconds identify a training.
         same = card.get("training") == training
         return list(card.get("rounds", [])) if same else []
 
     def _measure_rounds(self, card: dict[str, Any]) -> dict[str, Any]:
-        """Decode held-out prompts with the new draft; the card with the results."""
+        """Decode held-out prompts with the new draft; return the card with results."""
         options = self.options
         if not self._given.holdout:
             return card
@@ -339,7 +339,7 @@ class Job:
 
 
 def _setting(found: dict[str, Any]) -> tuple[str, int, int, float]:
-    """What distinguishes rounds on a card."""
+    """The settings that distinguish one measurement of rounds on a card from others."""
     return (
         found["set"],
         found["prompts"],

@@ -1,8 +1,8 @@
-"""The divergence to the target's distribution, a chunk of positions at a time.
+"""The divergence from the target's distribution, a chunk of positions at a time.
 
-Logits of a whole batch are never held. The gradient with respect to the hidden
-states is known in closed form (softmax minus the wanted distribution, times the
-head), so it is computed beside the value, and nothing is kept for a backward pass.
+The logits of a whole batch are never held. The gradient with respect to the hidden
+states has a closed form (softmax minus the wanted distribution, times the head). It is
+computed together with the value, so nothing is kept for a backward pass.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Divergence:
     """Sums over positions, each a scalar, float32.
 
     Args:
-        loss: what is minimised, weighted.
+        loss: the minimised loss, weighted.
         kl: KL(target || draft) in nats, weighted.
         agreed: weight of positions at which both have the same arg-max.
-        weight: of all positions.
+        weight: weight of all positions.
     """
 
     loss: mx.array
@@ -30,22 +30,23 @@ class Divergence:
     weight: mx.array
 
 
-# Loss, KL and agreement: what a chunk gives first.
+# Each chunk returns this many sums first: loss, KL and agreement.
 _SUMS = 3
-# Of a slot's chance to be reached, the part that does not depend on those before it.
+# The constant a of _paced: the part of a slot's chance that its q does not decide.
 _REACHED = 0.5
 
 
 def _paced(surprise: mx.array, weights: mx.array, slots: int) -> mx.array:
-    """Weights by how many tokens of a block a slot decides about (D-PACE).
+    """Weight each slot by the number of tokens of its block that need it (D-PACE).
 
-    Slot j counts ``sum over m >= j of prod over i <= m of ((1 - a) q_i + a)``, q_i
-    being what the draft gives to the right token: a slot counts as often as a token is
-    reached that needs it, and what is learnt moves to later slots by itself.
+    Slot j counts ``sum over m >= j of prod over i <= m of ((1 - a) q_i + a)``, where
+    q_i is the draft's probability of the right token. So a slot counts as much as the
+    tokens from it on are reached, and training moves to later slots by itself.
 
     Args:
-        surprise: ``-log q``, shape (N,), slots of a block one after the other.
-        weights: of positions, shape (N,); from a slot of weight 0 on nothing counts.
+        surprise: ``-log q``, shape (N,), with the slots of a block in order.
+        weights: weights of positions, shape (N,). A slot of weight 0 and all later ones
+            of its block count nothing.
     """
     reached = (1 - _REACHED) * mx.exp(-surprise) + _REACHED
     reached = mx.where(weights > 0, reached, 0.0).reshape(-1, slots)
@@ -56,7 +57,7 @@ def _paced(surprise: mx.array, weights: mx.array, slots: int) -> mx.array:
 def _distances(
     zs: mx.array, zt: mx.array, weights: mx.array, hard: float, slots: int | None
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Weighted sums of loss, KL and agreement, and the gradient by logit."""
+    """Weighted sums of loss, KL and agreement, and the gradient for each logit."""
     zs, zt = zs.astype(mx.float32), zt.astype(mx.float32)
     log_q = zs - mx.logsumexp(zs, axis=-1, keepdims=True)
     log_p = zt - mx.logsumexp(zt, axis=-1, keepdims=True)
@@ -83,10 +84,10 @@ class ChunkedLoss:
 
     Args:
         weight: matrix of the head that target and draft share, shape (V, D).
-        hard: share of the second part.
-        chunk: most positions whose logits are held at a time.
-        slots: of a block that are predicted after one anchor, where their loss counts
-            as :func:`_paced` says; ``None``: each position stands alone.
+        hard: share of the second term.
+        chunk: most positions whose logits are held at the same time.
+        slots: number of slots that a block predicts, which are weighted as in
+            :func:`_paced`; ``None`` if each position stands alone.
     """
 
     def __init__(
@@ -141,15 +142,15 @@ class ChunkedLoss:
         weights: mx.array,
         bias_head: mx.array | None = None,
     ) -> tuple[Divergence, list[mx.array]]:
-        """The sums, and gradients of ``loss`` by ``draft`` and by ``bias_head``.
+        """The sums, and the gradients of ``loss`` by ``draft`` and by ``bias_head``.
 
         Args:
-            draft: its hidden states after the last norm, shape (N, D); with a
+            draft: the draft's hidden states after the last norm, shape (N, D); with a
                 ``bias_head`` (N, D + r).
-            target: the target's, shape (N, D).
-            weights: of the positions, shape (N,), float32.
-            bias_head: what the last r numbers of a state are multiplied by, and added
-                to the logits, shape (V, r).
+            target: the target's states after the last norm, shape (N, D).
+            weights: weights of the positions, shape (N,), float32.
+            bias_head: matrix of shape (V, r). Its product with the last r numbers of a
+                state is added to the logits.
         """
         parts = self._chunks(self._with_gradients, draft, target, weights, bias_head)
         by_state = mx.concatenate([part[_SUMS] for part in parts])
@@ -162,7 +163,7 @@ class ChunkedLoss:
         weights: mx.array,
         bias_head: mx.array | None = None,
     ) -> Divergence:
-        """The sums alone."""
+        """The sums without gradients."""
         parts = self._chunks(self._without, draft, target, weights, bias_head)
         return _total(parts, weights)
 
@@ -180,10 +181,10 @@ class ChunkedLoss:
             part = slice(first, first + self.chunk)
             states = draft[part]
             before = parts[-1] if parts else ()
-            if before:  # one chunk's logits are gone before the next one's come
+            if before:  # a chunk's logits are freed before the next one's are computed
                 (states,) = mx.depends([states], list(before))
             found = function(states, target[part], weights[part], *matrices)
-            # Gradients by matrices are summed up.
+            # Gradients by matrices are summed over chunks.
             whole = zip(found[_SUMS + 1 :], before[_SUMS + 1 :], strict=False)
             more = [new + old for new, old in whole] or found[_SUMS + 1 :]
             parts.append((*found[: _SUMS + 1], *more))

@@ -1,4 +1,4 @@
-"""Texts to learn from and to measure with: the target's and the user's."""
+"""Texts to learn from and to measure with, from the target and from the user."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .wave import Author, text_documents
 if TYPE_CHECKING:
     from .plan import Plan
 
-# One in so many prompts of the target's own is held out, up to so many texts.
+# One in _HELD_OUT prompts is held out, up to _MOST_HELD_OUT texts.
 _HELD_OUT, _MOST_HELD_OUT = 64, 256
-# Of held-out prompts so many tokens of the answer are measured.
+# Tokens that are measured of the answer to a prompt of the user's holdout files.
 HOLDOUT_TOKENS = 128
 _LONGEST_ROW = 512
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the user's files hold.
+    """The contents of the user's files.
 
     Args:
-        prompts: to answer and learn from.
-        texts: to learn from.
+        prompts: prompts that the target answers, to learn from.
+        texts: texts to learn from.
         holdout: prompts to measure with, by the name of their file.
     """
 
@@ -43,11 +43,11 @@ class Given:
 
     @classmethod
     def read(cls, options: Options) -> Given:
-        """Read them.
+        """Read the user's files.
 
         Raises:
-            PromptError: one cannot be read.
-            ConfigError: two holdout files have one name.
+            PromptError: a file cannot be read.
+            ConfigError: two holdout files have the same name.
         """
         holdout = {Path(file).stem: read_prompts(file) for file in options.holdout}
         if len(holdout) < len(options.holdout):
@@ -59,13 +59,13 @@ class Given:
 
 @dataclass(frozen=True)
 class Material:
-    """What a run learns from.
+    """The texts that a run learns from and measures with.
 
     Args:
-        documents: to learn from.
-        blocks: the same, cut to shapes.
+        documents: documents to learn from.
+        blocks: the same documents as blocks.
         held_out: blocks to measure with, by name; ``own`` are the target's own.
-        digest: of the files that they come from.
+        digest: hash of the files that the documents come from.
     """
 
     documents: list[Document]
@@ -75,25 +75,25 @@ class Material:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to learn from, once through."""
+        """Tokens of one epoch."""
         return sum(len(d.tokens) for d in self.documents)
 
     @property
     def written_by_target(self) -> int:
-        """Those in texts of the target's."""
+        """Tokens of one epoch in texts that the target wrote."""
         own = (d for d in self.documents if d.kind in (GREEDY, SAMPLED))
         return sum(len(d.tokens) for d in own)
 
 
 class Gatherer:
-    """Has the target write, and puts everything together.
+    """Lets the target write, and gathers all texts.
 
     Args:
-        options: what the user asked for.
-        given: what the user's files hold.
-        target: writes.
-        fingerprint: of the target.
-        plan: rows that write together, shapes of blocks.
+        options: the user's options.
+        given: the contents of the user's files.
+        target: the model that writes.
+        fingerprint: fingerprint of the target.
+        plan: gives the number of rows that write together and the shapes of blocks.
         say: shows a line of progress.
         check: called while the target writes.
     """
@@ -121,7 +121,7 @@ class Gatherer:
         )
 
     def gather(self, *, write: bool = True) -> Material:
-        """All texts; the target writes those that are missing.
+        """Gather all texts; the target writes those that are missing.
 
         Args:
             write: whether more waves may be written.
@@ -147,7 +147,7 @@ class Gatherer:
         if not documents:
             raise ModelError("there is nothing to learn from: raise the data's budget")
         shapes = Shapes(self._plan.block_tokens, _LONGEST_ROW, self._plan.chunk)
-        # Of what is held out, greedy answers alone are measured.
+        # Only greedy answers of held-out texts are measured.
         answers = replace(shapes, prompt_weight=0.0)
         held_out = {"own": [d for d in own if d.kind == GREEDY], **held_out}
         seed = self._options.seed
@@ -201,7 +201,7 @@ class Gatherer:
     def _answered(
         self, kind: str, prompts: Sequence[Prompt], *, sampled: bool
     ) -> list[str]:
-        """Files of the answers to prompts, a file for each batch of them."""
+        """Names of the files of answers to prompts; each file has one batch."""
         encoded = [e.token_ids for e in encode_all(self._target.tokenizer, prompts)]
         names = []
         for first in range(0, len(encoded), self._plan.writers):
@@ -224,10 +224,10 @@ def clock(seconds: float) -> str:
 def _held_back(
     documents: Iterator[Document], known: set[tuple[int, ...]]
 ) -> tuple[list[Document], list[Document]]:
-    """Documents to learn from, and some to measure with; by their prompts.
+    """Split documents, by their prompts, into those to learn from and to measure with.
 
     Args:
-        known: prompts that nothing may be learnt from.
+        known: prompts of the user's holdout files, whose documents are left out.
     """
     learnt: list[Document] = []
     held: list[Document] = []
@@ -247,7 +247,7 @@ def _digest(values: Iterable[object]) -> str:
 
 
 def _prompt(document: Document) -> tuple[int, ...]:
-    """What distinguishes texts that must not be on both sides."""
+    """The tokens by which texts are split: equal ones must not be on both sides."""
     return document.tokens[: max(document.prompt_length, 16)]
 
 

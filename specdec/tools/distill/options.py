@@ -1,4 +1,4 @@
-"""What a run is asked to do."""
+"""The options of a run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .packing import Packing
 
 #: Shows a line of progress.
 Say = Callable[[str], None]
-#: Raises where an end was asked for, KeyboardInterrupt on the command line.
+#: Raises an exception if the user asked for an end: KeyboardInterrupt for the command.
 Check = Callable[[], None]
 
 KINDS = ("layers", "block")
 FORMS = ("dspark", "dflash")
-# Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten times
-# through what was written (docs/distill.md).
+# Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten epochs
+# over the written text (docs/distill.md).
 _EPOCHS = 8
-# Minutes of writing for one of training, about the same on the GPU where that was.
+# Minutes of writing per minute of training, from the same measurements.
 _WRITING_MINUTES = 2
 
 
 def go_on() -> None:
-    """Nobody asks for an end but by an exception."""
+    """A :data:`Check` that never asks for an end."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What training may take: minutes, or tokens of text."""
+    """The limit of training: minutes, or tokens of text."""
 
     minutes: float | None = None
     tokens: int | None = None
@@ -49,7 +49,7 @@ class Budget:
             )
 
     def share(self, *, seconds: float, tokens: int) -> float:
-        """The share of it that is used up, at most 1."""
+        """The share of the budget that is used up, at most 1."""
         if self.minutes is not None:
             return min(seconds / (60 * self.minutes), 1.0)
         assert self.tokens is not None
@@ -58,15 +58,15 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for, as the options of ``specdec distill`` say.
+    """The user's options, as in ``specdec distill``.
 
     Args:
-        out: a dry run needs none.
+        out: the draft's folder; a dry run needs none.
         texts: files of ``--text``.
-        bits: of the layers that are stored; ``None``: they are not packed.
-        hard: share of the loss that is the target's arg-max alone.
+        bits: bits of the stored layers' matrices; ``None`` leaves them unpacked.
+        hard: share of the loss that uses only the target's arg-max.
         turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.
-        command: for the card.
+        command: the command line, for the card.
 
     Raises:
         ConfigError: a value is out of range, or ``out`` holds another model.
@@ -116,7 +116,7 @@ class Options:
         self._check_out()
 
     def _check_out(self) -> None:
-        """Refuse a folder whose model is no draft of ours: it would be replaced."""
+        """Refuse a folder with a model that distill did not make: it would be lost."""
         if self.out is None:
             return
         out = self.out.expanduser()
@@ -126,7 +126,7 @@ class Options:
                 raise ConfigError(
                     f"out is the target's own folder {out}: name another one"
                 )
-        # A draft's own is written last, after its card.
+        # A draft's config.json is written last, after its card.
         if (out / "config.json").exists() and read_card(out) is None:
             raise ConfigError(
                 f"{out} holds a model that specdec distill did not make: name "
@@ -142,12 +142,12 @@ class Options:
 
     @property
     def work(self) -> Path:
-        """Where the checkpoint is, and what the target writes if nowhere else."""
+        """The folder of the checkpoint, and of the target's text without ``data``."""
         return self.folder / "work"
 
     @property
     def packing(self) -> Packing | None:
-        """How layers are stored."""
+        """How layers are packed when they are stored; ``None`` if they are not."""
         return None if self.bits is None else Packing(self.bits)
 
     @property
@@ -167,12 +167,12 @@ class Options:
 
     @property
     def longest_document(self) -> int:
-        """Tokens of a prompt and its answer, with room for the template's own."""
+        """Most tokens of a prompt and its answer, with room for the chat template."""
         return self.turn_tokens + self.answer_tokens + 64
 
     @property
     def data_budget(self) -> tuple[float, float]:
-        """Minutes and tokens for the target to write, infinite where not bounded."""
+        """Minutes and tokens that the target may write; infinite if not limited."""
         minutes, tokens = self.data_minutes, self.data_tokens
         if minutes is None and tokens is None:
             if self.budget.minutes is not None:

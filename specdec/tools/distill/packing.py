@@ -1,4 +1,4 @@
-"""How a draft's matrices are stored in few bits, and trained for it."""
+"""Store a draft's matrices in few bits, and train them for it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ _GROUP_SIZES = (64, 32)
 
 
 def group_size(columns: int) -> int | None:
-    """Columns that share a scale; ``None`` where none of MLX's sizes divides them."""
+    """The number of columns that share a scale, or ``None``.
+
+    It is ``None`` if none of MLX's group sizes divides the number of columns.
+    """
     return next((size for size in _GROUP_SIZES if columns % size == 0), None)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A number of bits."""
+    """The number of bits in which matrices are stored."""
 
     bits: int
 
@@ -29,10 +32,10 @@ class Packing:
             raise ConfigError(f"bits is {self.bits}: it must be one of {known}")
 
     def rounded(self, matrix: mx.array) -> mx.array:
-        """The matrix as it will be read, with the gradient of the one that is learnt.
+        """The matrix as packing rounds it, with the gradient of the matrix itself.
 
-        The straight-through estimator (Bengio et al. 2013): rounding is taken for the
-        identity on the way back.
+        This is the straight-through estimator (Bengio et al. 2013): the backward pass
+        treats rounding as the identity.
         """
         size = group_size(matrix.shape[-1])
         if size is None:

@@ -1,4 +1,4 @@
-"""What a run would be: sizes, memory and time, known before anything is learnt."""
+"""The plan of a run: sizes, memory and time, known before training."""
 
 from __future__ import annotations
 
@@ -33,40 +33,41 @@ from .student import (
     text_model,
 )
 
-# Bytes of one chunk's logits, one copy in float32.
+# Most bytes of one chunk's logits in float32, one copy.
 _CHUNK_BYTES = 500_000_000
 _LARGEST_CHUNK, _SMALLEST_CHUNK = 2048, 64
-# Rows that write together, and tokens of a block, by backend: many where launches
+# Rows that write together, and tokens of a block, by backend. They are many if launches
 # cost more than work.
 _WRITERS = {"cuda": 2048, "metal": 64, "cpu": 16}
 _BLOCK_TOKENS = {"cuda": 32768, "metal": 8192, "cpu": 2048}
-# Shares of the memory: keys and values of the rows that write; target states.
+# Shares of the memory for keys and values of rows that write, and for target states.
 _WRITING_SHARE, _STATES_SHARE = 0.4, 0.4
 
-# Arrays of a chunk's logits that are held at once, about.
+# About the number of arrays of a chunk's logits that are held at once.
 _LOGITS_COPIES = 6
 # A step's products run at about this share of the rate of one large product.
 _SHARE_OF_PEAK = 0.35
-# Shapes of the product that is timed, and how long that has to take.
+# Shapes of the timed product, and the least time that a measurement must take.
 _FEWEST_ROWS, _MOST_ROWS, _TIMED_COLUMNS = 16, 16384, 4096
 _TIMED_SECONDS = 0.04
 
-# Tokens of training, by what four layers of SmolLM2-135M showed (docs/distill.md):
-# below the first nothing is learnt that is of use, most by the third, all by the last.
+# Tokens of training, from four layers of SmolLM2-135M (docs/distill.md): below the
+# first number the draft is of no use, by the third it has learnt most of what it can,
+# by the last all of it.
 USELESS_TOKENS, FEW_TOKENS = 1_000_000, 10_000_000
 MOST_TOKENS, ALL_TOKENS = 20_000_000, 66_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A target, the draft to be made of it, and the sizes to work with.
+    """The draft to be made of a target, and the sizes to work with.
 
     Args:
         student: the draft.
-        head: matrix of the head that both share, shape (V, D).
+        head: matrix of the output head that both models share, shape (V, D).
         writers: rows that write together.
-        block_tokens: tokens of a step.
-        chunk: positions whose logits are held at a time.
+        block_tokens: tokens of a training step.
+        chunk: positions whose logits are held at the same time.
         states_bytes: most bytes of target states to keep.
     """
 
@@ -79,11 +80,11 @@ class Plan:
 
     @classmethod
     def of(cls, target: Described, options: Options) -> Plan:
-        """Sizes that fit in memory where the default ones would not.
+        """Plan a run, with sizes below the defaults if those would not fit in memory.
 
         Raises:
             UnsupportedModelError: the target's architecture is not supported.
-            ConfigError: it has no such layers.
+            ConfigError: the target does not have the layers asked for.
         """
         layers = _layers(target, options)
         head = head_of(target)
@@ -112,14 +113,14 @@ class Plan:
         )
 
     def loss(self, hard: float) -> ChunkedLoss:
-        """What is minimised, see :class:`.loss.ChunkedLoss`."""
+        """The loss that is minimised, see :class:`.loss.ChunkedLoss`."""
         slots = self.student.slots
         return ChunkedLoss(self.head, hard=hard, chunk=self.chunk, slots=slots)
 
 
 def _layers(target: Described, options: Options) -> tuple[int, ...]:
     if options.kind == "layers":
-        text_model(target)  # refuses others
+        text_model(target)  # raises for an unsupported target
     else:
         ends_of(target)
     return choose_layers(options.layers, layers_of(target.model))
@@ -139,10 +140,10 @@ def _student(target: Described, layers: tuple[int, ...], options: Options) -> St
 
 
 def load_target(options: Options) -> LoadedModel:
-    """The target, in the type that is computed in.
+    """Load the target in the type that training computes in.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the target cannot be loaded.
     """
     return load(
         options.target or DEFAULT_TARGET,
@@ -152,7 +153,7 @@ def load_target(options: Options) -> LoadedModel:
 
 
 def outlined(options: Options) -> Described | None:
-    """The target without its weights; ``None`` where its files do not show it."""
+    """The target without its weights; ``None`` if its files do not describe it."""
     try:
         return outline(
             options.target or DEFAULT_TARGET,
@@ -162,15 +163,15 @@ def outlined(options: Options) -> Described | None:
     except UnsupportedModelError:
         raise
     except ModelError:
-        return None  # loading reports it
+        return None  # loading reports the error
 
 
 def check_target(options: Options) -> None:
-    """Refuse a target that is not supported, as far as its files show.
+    """Check that the target is supported, as far as its files show.
 
     Raises:
-        UnsupportedModelError: it is not.
-        ConfigError: it has no such layers.
+        UnsupportedModelError: the target is not supported.
+        ConfigError: the target does not have the layers asked for.
     """
     found = outlined(options)
     if found is not None:
@@ -178,16 +179,16 @@ def check_target(options: Options) -> None:
 
 
 def describe(options: Options) -> list[str]:
-    """What the run is, in lines.
+    """Describe the run, in lines.
 
     Raises:
         UnsupportedModelError: the target is not supported.
-        ConfigError: it has no such layers.
-        ModelError: it cannot be found or read.
-        PromptError: a file of the user's cannot be read.
+        ConfigError: the target does not have the layers asked for.
+        ModelError: the target cannot be found or read.
+        PromptError: a user's file cannot be read.
     """
-    Given.read(options)  # as the run would
-    target = outlined(options) or load_target(options)  # on the hub, perhaps
+    Given.read(options)  # raises as the run would
+    target = outlined(options) or load_target(options)  # it may be on the hub
     plan, dtype = Plan.of(target, options), DTYPES[options.computing]
     vocab_size, width = plan.head.shape
     whole = count(target.model.parameters())
@@ -207,7 +208,7 @@ def describe(options: Options) -> list[str]:
     length = (
         f"{budget.tokens} tokens" if budget.tokens else f"{budget.minutes:g} minutes"
     )
-    # What a block head reads of the target is too much to keep all of it.
+    # A block head's features are too large to keep, so the target reads texts again.
     rate = _tokens_per_second(learnt, vocab_size, width, dtype, whole if block else 0)
     begun = ", ".join(map(str, plan.student.layers))
     begun = f"layers {begun}, " if begun else ""
@@ -233,14 +234,14 @@ def _time(budget: Budget, rate: float) -> str:
 
 
 def _notes(budget: Budget, rate: float, step: int, *, block: bool) -> list[str]:
-    """What to know of a budget that is too small to be of use."""
+    """Notes on a budget that is too small to be of use."""
     tokens = _tokens(budget, rate)
     if tokens < step:
         return [
             f"note:     {_amount(tokens)} tokens of training are less than one step, "
             f"of {step}: raise --minutes or --tokens, or lower --block-tokens"
         ]
-    if block or tokens >= FEW_TOKENS:  # what follows is of drafts of layers
+    if block or tokens >= FEW_TOKENS:  # the next note holds only for drafts of layers
         return []
     use = "too little to be of use" if tokens < USELESS_TOKENS else "little"
     return [
@@ -252,7 +253,7 @@ def _notes(budget: Budget, rate: float, step: int, *, block: bool) -> list[str]:
 
 
 def _tokens(budget: Budget, rate: float) -> float:
-    """Tokens of training, where they are not given by the rate."""
+    """Tokens of training: as given, or from minutes and the rate."""
     if budget.tokens is not None:
         return budget.tokens
     assert budget.minutes is not None
@@ -260,14 +261,14 @@ def _tokens(budget: Budget, rate: float) -> float:
 
 
 def _amount(tokens: float) -> str:
-    """A number of tokens, in two digits or so."""
+    """A number of tokens, rounded to two or three digits."""
     if tokens >= 1e6:
         return f"{tokens / 1e6:.3g} M"
     return f"{float(f'{tokens:.2g}'):,.0f}"
 
 
 def _span(seconds: float) -> str:
-    """A time that people can picture."""
+    """A time in the unit that is easiest to read."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -277,20 +278,21 @@ def _span(seconds: float) -> str:
 def _tokens_per_second(
     learnt: int, vocab_size: int, width: int, dtype: mx.Dtype, read: int
 ) -> float:
-    """A guess: the operations of a token, at a share of this device's rate.
+    """Estimate the rate from a token's operations and a share of this device's rate.
 
-    Forward and backward take 6 operations a parameter; of the head, a product with
-    the target's states, one with the draft's, and one for the gradient; of ``read``
-    parameters, of a target that reads the text each time, 2.
+    Forward and backward take 6 operations for each learnt parameter. So does each
+    parameter of the head: 2 for the target's states, 2 for the draft's and 2 for the
+    gradient. The ``read`` parameters of a target that reads the text in every step take
+    2 each.
     """
     rate = _operations_per_second(min(vocab_size, _TIMED_COLUMNS), width, dtype)
     return _SHARE_OF_PEAK * rate / (6 * (learnt + vocab_size * width) + 2 * read)
 
 
 def _operations_per_second(columns: int, width: int, dtype: mx.Dtype) -> float:
-    """The rate of products that are as large as this device takes to be timed.
+    """Operations per second of products that are large enough to be timed.
 
-    Rows, and then products in a row, double until a measurement takes long enough.
+    The number of rows, then of products, doubles until a measurement takes long enough.
     """
     matrix = mx.zeros((columns, width), dtype)
     rows, products = _FEWEST_ROWS, 1
@@ -306,7 +308,7 @@ def _operations_per_second(columns: int, width: int, dtype: mx.Dtype) -> float:
 
 
 def _timed(states: mx.array, matrix: mx.array, products: int) -> float:
-    """Seconds of so many products with a matrix, and as many with its transpose."""
+    """Seconds of ``products`` products with the matrix and with its transpose."""
     mx.eval(states, matrix)
     start = time.perf_counter()
     for _ in range(products):
@@ -316,6 +318,6 @@ def _timed(states: mx.array, matrix: mx.array, products: int) -> float:
 
 
 def count(parameters: Any) -> int:
-    """Numbers in a tree of arrays."""
+    """The number of elements in a tree of arrays."""
     leaves: Any = tree_flatten(parameters)
     return sum(array.size for _, array in leaves)

@@ -1,4 +1,4 @@
-"""How drafts do, as plots: by training tokens, by layers, by draft length.
+"""Plots of drafts' quality: by training tokens, by layers, by draft length.
 
 ``python -m specdec.tools.distill.plots OUT DRAFT...`` draws folders of drafts together.
 """
@@ -16,19 +16,19 @@ from ...utils.printable import counted
 from ..plots import COLOURS, MISSING, Chart, Line, save
 
 Card = Mapping[str, Any]
-#: A point of a line: the set of prompts that it was measured on, the line, x and y.
+#: A point of a line: the set of prompts it was measured on, the line's label, x and y.
 Point = tuple[str, str, float, float]
 
 
 def draw_all(cards: Mapping[str, Card], folder: Path) -> list[Path] | None:
-    """Draw what the cards of drafts report, into ``folder``.
+    """Draw the measurements on the cards of drafts into ``folder``.
 
     Args:
-        cards: what is in ``distill.json``, by the draft's name.
+        cards: the contents of ``distill.json`` by the draft's name.
 
     Returns:
-        The PNG files of plots that have data, each with an SVG beside it; ``None``
-        where matplotlib is not installed.
+        The PNG files of plots that have data, each with an SVG file next to it;
+        ``None`` if matplotlib is not installed.
     """
     charts = {name: chart for name, chart in _charts(cards).items() if chart.panels}
     try:
@@ -76,13 +76,13 @@ def _ticks(points: Iterable[Point]) -> list[float]:
 
 
 def _placed(points: Sequence[Point]) -> list[Point]:
-    """The same points at equal distances."""
+    """The points with x replaced by its index among the ticks."""
     ticks = _ticks(points)
     return [(name, label, ticks.index(x), y) for name, label, x, y in points]
 
 
 def _panels(points: Iterable[Point], *, last: bool = False) -> dict[str, list[Line]]:
-    """A panel for each set of prompts; values beside all points, or the last ones."""
+    """A panel for each set of prompts; all points, or the last ones, are labelled."""
     sets: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name, label, x, y in points:
         sets.setdefault(name, {}).setdefault(label, []).append((x, y))
@@ -104,7 +104,7 @@ def _panels(points: Iterable[Point], *, last: bool = False) -> dict[str, list[Li
 
 
 def _named(cards: Mapping[str, Card]) -> dict[str, Card]:
-    """Cards by the number of layers, where that distinguishes them."""
+    """Cards by the number of layers if that distinguishes them, else by name."""
     counts = [len(card["layers"]) for card in cards.values()]
     if len(set(counts)) < len(counts):
         return dict(cards)
@@ -122,7 +122,7 @@ def _learning(cards: Mapping[str, Card]) -> Iterator[Point]:
 
 
 def _lengths(cards: Mapping[str, Card]) -> list[int]:
-    """Draft lengths of the rounds, those first that most drafts were sampled at."""
+    """Draft lengths of the rounds; those with more sampled measurements come first."""
     rounds = [r for card in cards.values() for r in card["rounds"]]
     sampled = [r["num_draft_tokens"] for r in rounds if r["temperature"]]
     every = {r["num_draft_tokens"] for r in rounds}
@@ -145,7 +145,7 @@ def _by_length(cards: Mapping[str, Card]) -> Iterator[Point]:
 
 
 def main(arguments: list[str]) -> str:
-    """Draw the drafts of some folders; the names of the plots, in lines."""
+    """Draw the drafts of some folders; return the names of the plots, in lines."""
     if len(arguments) < 2:
         raise SystemExit("usage: python -m specdec.tools.distill.plots OUT DRAFT...")
     out, *drafts = map(Path, arguments)

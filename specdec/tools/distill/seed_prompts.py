@@ -1,8 +1,8 @@
-"""How user turns begin: the target writes what follows.
+"""Openings of user turns; the target writes the rest of each turn.
 
-A target that is asked for a user turn out of nothing repeats itself. A few words at
-the begin, drawn from lists, spread what it writes over what users ask: instructions
-and questions, word problems, code. The words here are this project's own.
+A target that writes user turns without an opening repeats itself. A few words at the
+beginning, drawn from lists, spread its texts over the kinds of things that users ask:
+instructions and questions, word problems, code. The words here are this project's own.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ _CODING = (
 
 @dataclass(frozen=True)
 class Opening:
-    """The begin of a user turn.
+    """The opening of a user turn.
 
     Args:
-        text: may be empty.
-        until: the turn ends after this text, where it comes once more.
+        text: the opening; it may be empty.
+        until: the turn ends where this text comes again after the opening.
     """
 
     text: str
@@ -119,7 +119,7 @@ class Opening:
 
 
 def draw(rng: Random) -> Opening:
-    """One opening: an instruction, a word problem or code, about as often."""
+    """Draw an opening: an instruction, code or, twice as often, a word problem."""
     return rng.choice((_question, _problem, _problem, _code))(rng)
 
 
@@ -149,7 +149,7 @@ def _code(rng: Random) -> Opening:
     name = f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
     arrow = f" -> {result}" if typed else ""
     says = rng.choice(_SAYS)
-    if rng.random() < 0.3:  # an example to be gone on with
+    if rng.random() < 0.3:  # an example that the target continues
         what = rng.choice(_NOUNS).replace("_", " ")
         says = f"{rng.choice(_ASKS)} {what} of the input.\n    >>> {name}("
     begin = f'{head}def {name}({parameters}){arrow}:\n    """'

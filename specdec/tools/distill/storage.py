@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all, whenever the process ends."""
+"""Files that are whole or absent, whenever the process ends."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CONFIG = "config.json"
 
 
 def write_file(path: Path, data: bytes, *, before: Path | None = None) -> None:
-    """Replace a file; what stood there stays until the new one is on the disk.
+    """Replace a file; the old one stays until the new one is on the disk.
 
     Args:
-        before: keeps what stood there, in the same folder. A kill between the two
-            names leaves nothing at ``path``, and the old file there.
+        before: path in the same folder to which the old file is renamed. A kill between
+            the two renames leaves the old file there, and no file at ``path``.
 
     Raises:
-        ModelError: it cannot be written (a full disk, say); the old one is whole.
+        ModelError: the file cannot be written (a full disk, say); the old one is whole.
     """
     with _reported(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,14 +37,15 @@ def write_file(path: Path, data: bytes, *, before: Path | None = None) -> None:
 def write_model(folder: Path, files: Mapping[str, bytes]) -> None:
     """Replace the model of a folder.
 
-    Whenever this ends, the folder holds the old files, the new ones, or no
-    ``config.json``, without which nobody loads it: that goes first and comes last.
+    Whenever the process ends, the folder holds the old files, the new ones, or no
+    ``config.json``, without which no program loads it. So ``config.json`` is removed
+    first and written last.
 
     Args:
-        files: by path in the folder, ``config.json`` among them.
+        files: contents by path in the folder; they include ``config.json``.
 
     Raises:
-        ModelError: they cannot be written; if for want of room, the old model is
+        ModelError: the files cannot be written. If the disk is full, the old model is
             whole.
     """
     with _reported(folder):
@@ -78,16 +79,16 @@ def write_arrays(
     """Write arrays and texts as a safetensors file (see :func:`write_file`).
 
     Raises:
-        ModelError: it cannot be written.
+        ModelError: the file cannot be written.
     """
-    # By way of memory: MLX itself does not say when a disk is full.
+    # Through memory, since MLX's own writing does not report a full disk.
     buffer = io.BytesIO()
     mx.save_safetensors(buffer, dict(arrays), dict(metadata))
     write_file(path, buffer.getvalue(), before=before)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """What :func:`write_arrays` wrote."""
+    """Read the arrays and texts that :func:`write_arrays` wrote."""
     try:
         with open_plain(path) as file:
             data = io.BytesIO(file.read())

@@ -1,4 +1,4 @@
-"""The draft: some of the target's layers, under the target's own embedding and head."""
+"""The draft to be trained: some of the target's layers with its embedding and head."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .blocks import Block
 
 _INSTEAD = "make a block head (kind block)"
 
-Parameters = Any  # a tree of arrays, as MLX has them
+Parameters = Any  # one of MLX's trees of arrays
 
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What is learnt of a block in one step.
+    """What a training step learns from a block.
 
     Args:
-        states: computes the draft's states where it predicts a token, shape (N, C),
-            with the weights that it has then.
+        states: computes the draft's states that predict tokens, shape (N, C), with
+            the draft's weights at the time of the call.
         target: the target's states after the last norm that predict the same tokens,
             shape (N, D).
-        weights: of these N places, shape (N,).
+        weights: weights of these N tokens, shape (N,).
     """
 
     states: Callable[[], mx.array]
@@ -45,15 +45,15 @@ class Lesson:
 
 @dataclass(frozen=True, eq=False)
 class Student(ABC):
-    """A draft in the making.
+    """A draft that is being trained.
 
     Args:
         model: the draft.
-        config: as in ``config.json``.
-        layers: of the target, that it began with.
-        name: for messages.
+        config: the contents of its ``config.json``.
+        layers: the target's layers that it began with.
+        name: its name in messages.
         source: the target's text model.
-        prefix: what the names of its weights begin with in files.
+        prefix: prefix of the names of its weights in files.
     """
 
     model: nn.Module
@@ -65,44 +65,44 @@ class Student(ABC):
 
     @property
     def slots(self) -> int | None:
-        """Places in a row that one anchor predicts; ``None``: each stands alone."""
+        """Number of tokens predicted after an anchor; ``None`` without anchors."""
         return None
 
     @property
     def bias_head(self) -> mx.array | None:
-        """What the last C - D numbers of a state are multiplied by, (V, C - D)."""
+        """The matrix for the last C - D numbers of a state, (V, C - D), if any."""
         return None
 
     @property
     def seen_width(self) -> int:
-        """Numbers of the target's that are wanted for a token."""
+        """How many of the target's numbers are needed for a token."""
         width: int = self.source["model"]["norm"]["weight"].size
         return width
 
     @property
     def parameters(self) -> Parameters:
-        """What is learnt, in float32."""
+        """The learnt arrays in float32."""
         return tree_map(lambda array: array.astype(mx.float32), self._learnt())
 
     @abstractmethod
     def _learnt(self) -> Parameters:
-        """The arrays that are learnt, as they are."""
+        """The learnt arrays in their own types."""
 
     @abstractmethod
     def load(self, parameters: Parameters) -> None:
-        """Put what was learnt in the model, in whatever type it comes."""
+        """Put learnt arrays, of any type, into the model."""
 
     @abstractmethod
     def see(self, block: Block) -> mx.array:
-        """What the target makes of a block, as far as it is wanted."""
+        """The target's states that the student needs for a block."""
 
     @abstractmethod
     def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
-        """What is learnt of a block.
+        """What to learn from a block.
 
         Args:
-            seen: what :meth:`see` returned.
-            rng: draws what is a matter of chance.
+            seen: the result of :meth:`see`.
+            rng: makes all random choices.
         """
 
 
@@ -110,7 +110,7 @@ class Student(ABC):
 class LayerStudent(Student):
     """A draft of layers: an mlx-lm model of the target's family.
 
-    Its embedding and head are the target's own arrays.
+    It shares the arrays of its embedding and head with the target.
     """
 
     def _learnt(self) -> Parameters:
@@ -121,7 +121,7 @@ class LayerStudent(Student):
         }
 
     def load(self, parameters: Parameters) -> None:
-        """Put what was learnt in the model."""
+        """Put learnt arrays into the model."""
         self.model["model"].update(parameters)
 
     def hidden(self, tokens: mx.array) -> mx.array:
@@ -134,7 +134,7 @@ class LayerStudent(Student):
         return at_positions(self.source["model"](mx.array(block.tokens)), block)
 
     def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
-        """Every position of the block."""
+        """A lesson from every position of the block."""
 
         def states() -> mx.array:
             return at_positions(self.hidden(mx.array(block.tokens)), block)
@@ -143,15 +143,15 @@ class LayerStudent(Student):
 
 
 def at_positions(states: mx.array, block: Block) -> mx.array:
-    """Those of states (B, L, D) that are at a block's positions, (N, D)."""
+    """The states (N, D) at a block's positions, taken from states (B, L, D)."""
     return states.reshape(-1, states.shape[-1])[mx.array(block.positions)]
 
 
 def text_model(target: Described) -> nn.Module:
-    """The part of a target that reads and writes text, an mlx-lm model too.
+    """The part of a target that reads and writes text, which is an mlx-lm model, too.
 
     Raises:
-        UnsupportedModelError: its architecture is not supported.
+        UnsupportedModelError: the target's architecture is not supported.
     """
     try:
         model = models_layers.text_model(
@@ -172,7 +172,7 @@ def ends_of(target: Described) -> TargetEnds:
     """A target's embedding and output head.
 
     Raises:
-        UnsupportedModelError: it is not built of layers, a norm and a head.
+        UnsupportedModelError: the target is not built of layers, a norm and a head.
     """
     ends = TargetEnds(target.model, target.name)
     parts = [p for p in ends.owner.values() if isinstance(p, nn.Module)]
@@ -187,16 +187,16 @@ def ends_of(target: Described) -> TargetEnds:
 
 
 def head_of(target: Described) -> mx.array:
-    """The matrix of a target's head, shape (V, D); without a cap that logits have.
+    """The matrix of a target's head, shape (V, D), without a soft cap on logits.
 
     Raises:
-        UnsupportedModelError: it is packed, or see :func:`ends_of`.
+        UnsupportedModelError: the head is packed, or see :func:`ends_of`.
     """
     scaled = getattr(target.model, "logits_scaling", 1) != 1
     if scaled or not models_layers.has_text_model(target.model):
         ends = ends_of(target)
         embedded = ends.embed(mx.zeros((1, 1), mx.int32))
-        # With the scale that its code gives logits: those of unit vectors.
+        # The logits of unit vectors include the scale that the model's code applies.
         units = mx.eye(embedded.shape[-1], dtype=embedded.dtype)[None]
         return (ends.logits(units) - ends.logits(mx.zeros_like(units[:, :1])))[0].T
     model: Any = target.model.get("language_model", target.model)
@@ -210,13 +210,13 @@ def head_of(target: Described) -> mx.array:
 
 
 def choose_layers(text: str, layers: Sequence[nn.Module]) -> tuple[int, ...]:
-    """The layers of ``4`` (that many, spread evenly) or of ``0,10,20,29``.
+    """Parse ``4`` (that many layers, spread evenly) or ``0,10,20,29``.
 
-    Of a hybrid target they are layers of attention: a scan over the tokens of a text
-    would keep the states of every position for its gradient.
+    Of a hybrid target only attention layers are chosen: for its gradient, a scan over
+    the tokens of a text would keep the states of every position.
 
     Args:
-        layers: the target's.
+        layers: the target's layers.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 7 for part in parts):
@@ -255,12 +255,12 @@ def choose_layers(text: str, layers: Sequence[nn.Module]) -> tuple[int, ...]:
 def make_student(
     target: Described, layers: Sequence[int], *, widen: int = 1
 ) -> LayerStudent:
-    """A draft of these layers of the target, in the order given.
+    """A draft of the given layers of the target, in the given order.
 
     Args:
-        widen: MLPs of the target that each layer joins side by side: its own, and
-            those of layers between it and the next one. A step of a small batch is
-            bound by launches on a GPU, which a wider matrix does not add to.
+        widen: number of the target's MLPs that each layer joins side by side: its own,
+            and those of layers between it and the next one. On a GPU a step of a small
+            batch is bound by launches, which wider matrices do not add to.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
@@ -276,15 +276,16 @@ def make_student(
     if kinds:
         changes["layer_types"] = [kinds[i] for i in layers]
         if "full_attention" not in changes["layer_types"] and "mamba" not in kinds:
-            # mlx-lm looks for one.
+            # mlx-lm needs one full-attention layer.
             changes["layer_types"][-1] = "full_attention"
     prefix = ""
     if "full_attention_interval" in names:
-        # Every layer is of attention. mlx-lm loads it as a part of another model.
+        # Every layer is an attention layer. mlx-lm loads the draft as a part of another
+        # model.
         changes |= {"full_attention_interval": 1, "model_type": "qwen3_5"}
         prefix = "language_model."
     if "sliding_window_pattern" in names:
-        # The last layer sees everything.
+        # The last layer attends to everything.
         changes["sliding_window_pattern"] = len(layers)
     made: Any = type(source)
     model: nn.Module = made(replace(known, **changes))
@@ -292,7 +293,7 @@ def make_student(
     trunk["embed_tokens"] = source["model"]["embed_tokens"]
     if "lm_head" in source:
         model["lm_head"] = source["lm_head"]
-    elif "lm_head" in model:  # Gemma 3 has one until it finds that nothing is stored
+    elif "lm_head" in model:  # Gemma 3 drops its head once it finds no stored weight
         model.sanitize({})
     for place, new in enumerate(trunk["layers"]):
         new.update(widened(every, layers, place, widen))
@@ -306,12 +307,12 @@ def make_student(
 def widened(
     every: Sequence[nn.Module], layers: Sequence[int], place: int, widen: int
 ) -> dict[str, Any]:
-    """The arrays of one of these layers, other MLPs joined to its own.
+    """The arrays of a draft's layer, with other MLPs joined to its own.
 
     Args:
         every: all layers of the target.
-        layers: those of the draft.
-        place: which of them.
+        layers: indices of the target's layers that the draft takes.
+        place: index of the layer in ``layers``.
         widen: see :func:`make_student`.
     """
     own: dict[str, Any] = every[layers[place]].parameters()
@@ -320,10 +321,10 @@ def widened(
 
 
 def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
-    """Layers whose MLPs join the one of a place, spread up to the next place."""
+    """Layers whose MLPs join that of a draft's layer, spread up to its next layer."""
     first = layers[place]
     last = layers[place + 1] if place + 1 < len(layers) else count
-    if last <= first + 1:  # nothing in between: those before
+    if last <= first + 1:  # no layers in between, so take layers before
         last = layers[place - 1] if place else 0
     found = (first + round(i * (last - first) / widen) for i in range(1, widen))
     return [min(max(i, 0), count - 1) for i in found]
@@ -332,8 +333,8 @@ def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[i
 def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
     """One MLP that computes the sum of several.
 
-    ``down(act(gate x) * up x)``: the rows of ``gate`` and ``up`` stand one below the
-    other, the columns of ``down`` one beside the other.
+    An MLP is ``down(act(gate x) * up x)``. The rows of all ``gate`` and ``up`` matrices
+    are concatenated, and so are the columns of all ``down`` matrices.
     """
     joined: dict[str, Any] = {}
     for name, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
@@ -347,7 +348,7 @@ def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a target's text model alone, and of none that is packed."""
+    """The configuration of a target's text model alone, without its quantization."""
     inner = config.get("text_config")
     outer = {
         key: value

@@ -1,4 +1,4 @@
-"""The training loop: a block, its divergence, a step of the optimizer."""
+"""The training step: a block, its divergence, an update by the optimizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .options import Options
 from .packing import Packing
 from .student import Lesson, Parameters, Student
 
-#: As cards and checkpoints name it.
+#: The optimizer's name in cards and checkpoints.
 OPTIMIZER = "adamw"
 # Share of the budget after which weights are rounded as they will be stored.
 PACKED_FROM = 0.7
-# Share of the budget in which the learning rate rises; decay of matrices; largest norm
-# of a gradient.
+# Share of the budget in which the learning rate rises; weight decay of matrices;
+# largest norm of the gradients.
 WARMUP, _WEIGHT_DECAY, _CLIP = 0.03, 0.05, 1.0
 
 
@@ -39,19 +39,19 @@ def learning_rate(peak: float, share: float, *, warmup: float = WARMUP) -> float
 
 
 class Trainer:
-    """A draft, its optimizer, and where they are.
+    """A draft with its optimizer and its progress.
 
     Args:
-        student: the draft; its arrays are what computes, in ``dtype``.
-        states: the target's.
-        blocks: what is learnt.
+        student: the draft; forwards compute with its arrays, in ``dtype``.
+        states: the target's states.
+        blocks: the blocks to learn from.
         loss: the divergence.
-        options: how, and how long.
-        dtype: that forwards compute in; the weights that are learnt are float32.
+        options: the learning rate, budget, seed and packing.
+        dtype: the type that forwards compute in; learnt weights are float32.
 
     Attributes:
-        whole: whether parameters, optimizer and progress are of one moment, which an
-            interrupt within a step can prevent.
+        whole: whether parameters, optimizer and progress belong to the same step. An
+            interrupt within a step can make it false.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Trainer:
 
     @property
     def optimizer_state(self) -> Any:
-        """What the optimizer remembers, a tree of arrays."""
+        """The optimizer's state, a tree of arrays."""
         return self._optimizer.state
 
     def restore(self, parameters: Parameters, state: Any, progress: Progress) -> None:
         """Go on from a checkpoint."""
         self.parameters = parameters
         self._optimizer.state = state
-        self._optimizer.init(parameters)  # it knows them all
+        self._optimizer.init(parameters)  # the state has all of them already
         self.progress = progress
         mx.eval(self.parameters, self._optimizer.state)
         self._update = self._compiled()
@@ -107,12 +107,12 @@ class Trainer:
         return self.share >= 1
 
     def step(self) -> None:
-        """Learn one block. The device may still be at work when this returns."""
+        """Learn from one block. The device may still be at work when this returns."""
         start = time.perf_counter()
         options, progress = self._options, self.progress
         index = block_order(len(self._blocks), progress.step, seed=options.seed)
         block = self._blocks[index]
-        # No two steps draw the same.
+        # Every step has its own draws.
         rng = np.random.default_rng((options.seed, progress.step, 1))
         lesson = self.student.lesson(block, self._states.of(index), rng)
         share = self.share
@@ -126,22 +126,22 @@ class Trainer:
         progress.tokens += block.num_tokens
         self.whole = True
         mx.async_eval(self.parameters, self._optimizer.state, found.loss, found.agreed)
-        # One step late, so that the host is never far ahead of the device.
+        # Wait for the previous step, so that the host is never far ahead of the device.
         if self._last is not None:
             mx.eval(self._last.loss)
         self._last = found
         progress.seconds += time.perf_counter() - start
 
     def last(self) -> dict[str, float]:
-        """Loss, KL and agreement of the last step; waits for it."""
+        """Wait for the last step; return its loss, KL and agreement."""
         assert self._last is not None
         return means(self._last)
 
     def install(self, *, packed: bool = True) -> None:
-        """Let the student compute with what was learnt.
+        """Let the student compute with the learnt weights.
 
         Args:
-            packed: rounded as it will be stored, if it is already learnt so.
+            packed: round the weights as they will be stored, if training already does.
         """
         rounds = packed and self.share >= PACKED_FROM
         packing = self._options.packing if rounds else None
@@ -151,12 +151,12 @@ class Trainer:
     def _divergence(
         self, lesson: Lesson, packing: Packing | None
     ) -> tuple[Divergence, Parameters]:
-        """What the loss of a lesson is, and its gradient by the parameters."""
+        """The loss of a lesson, and its gradient by the parameters."""
         total = max(float(lesson.weights.sum()), 1e-6)
         weights = mx.array(lesson.weights) / total
 
         def surrogate(parameters: Parameters) -> tuple[mx.array, ...]:
-            """Has the loss's gradient; the head's part of it is known already."""
+            """A value that has the loss's gradient by ``parameters``, and the sums."""
             self.student.load(_computed(parameters, self._dtype, packing))
             inputs = [lesson.states()]
             if self.student.bias_head is not None:
@@ -189,7 +189,7 @@ class Trainer:
 
 
 def means(found: Divergence) -> dict[str, float]:
-    """A divergence by position."""
+    """Mean loss, KL and agreement per position."""
     weight = max(float(found.weight), 1e-9)
     return {
         "loss": float(found.loss) / weight,
@@ -201,7 +201,7 @@ def means(found: Divergence) -> dict[str, float]:
 def _computed(
     parameters: Parameters, dtype: mx.Dtype, packing: Packing | None
 ) -> Parameters:
-    """The weights that a forward computes with, made of those that are learnt."""
+    """The weights that a forward computes with, made from the learnt weights."""
 
     def one(array: mx.array) -> mx.array:
         array = array.astype(dtype)
@@ -213,10 +213,10 @@ def _computed(
 
 
 def clipped(gradients: Parameters, most: float) -> Parameters:
-    """Gradients whose norm, over all of them, is ``most`` or less.
+    """The gradients, scaled so that their joint norm is at most ``most``.
 
-    They are summed in the order of their names. The order of a tree's keys differs from
-    process to process, and so would rounding.
+    Squares are summed in the order of the gradients' names. The order of a tree's keys
+    differs between processes, and the rounding would differ with it.
     """
     leaves: Any = tree_flatten(gradients)
     squares = [g.square().sum() for _, g in sorted(leaves, key=lambda leaf: leaf[0])]
@@ -225,7 +225,7 @@ def clipped(gradients: Parameters, most: float) -> Parameters:
 
 
 def _optimizer(options: Options) -> Any:
-    """For matrices, and for vectors (norms, biases), which do not decay."""
+    """AdamW with weight decay for matrices, without for vectors (norms, biases)."""
     matrices, vectors = (
         optim.AdamW(
             learning_rate=options.learning_rate,

@@ -1,6 +1,6 @@
 """One wave of data: user turns that the target makes up, and its answers to them.
 
-There is no draft yet: the engine decodes without one.
+The engine decodes without a draft, since there is none yet.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from . import seed_prompts
 from .corpus import GREEDY, SAMPLED, TEXT, Document
 from .options import Check, Options, go_on
 
-#: Of the answers that are not greedy, and of user turns.
+#: Temperatures of sampled answers and of user turns.
 TEMPERATURE, TURN_TEMPERATURE = 0.7, 0.8
-# A loop of at most this many tokens that comes this often in a row is cut.
+# A loop of at most _LONGEST_LOOP tokens is cut if it comes _REPEATS times in a row; one
+# of 1 or 2 tokens must come more often.
 _LONGEST_LOOP, _REPEATS = 24, 4
 _SHORTEST_TURN = 8  # characters
 _PREFILL_STEP_SIZE = 256
-# Stands for the user's text in a rendered template.
+# A placeholder for the user's text in a rendered template.
 _MARK = "specdec-user-text"
 
 
 @dataclass(frozen=True)
 class UserTurn:
-    """Where a user turn begins, and what ends it.
+    """The text before a user turn, and the tokens that end the turn.
 
     Args:
-        before: the template's text in front of the user's.
-        ends: tokens that end the user's text, if the model writes it.
+        before: the template's text in front of the user's text.
+        ends: tokens that end the user's text when the model writes it.
     """
 
     before: str
@@ -47,12 +48,12 @@ class UserTurn:
 
 
 def user_turn(tokenizer: Any) -> UserTurn | None:
-    """The user turn of a tokenizer's chat template; ``None`` where it has none."""
+    """The user turn of a tokenizer's chat template; ``None`` if there is none."""
     if not tokenizer.has_chat_template:
         return None
     try:
         rendered = render_chat(tokenizer, [{"role": "user", "content": _MARK}])
-    except Exception:  # a template raises what its author chose
+    except Exception:  # a template may raise anything
         return None
     before, found, after = rendered.partition(_MARK)
     if not found:
@@ -79,9 +80,9 @@ class Author:
 
     Args:
         model: the target.
-        tokenizer: of the target.
-        options: lengths and the seed.
-        writers: rows that write together, and user turns of a wave.
+        tokenizer: the target's tokenizer.
+        options: give the lengths and the seed.
+        writers: rows that write together; also the user turns begun in a wave.
         check: called before every step.
     """
 
@@ -107,7 +108,7 @@ class Author:
         self._decoder = SpecDecoder(alone, config=config)
 
     def wave(self, number: int) -> list[Document]:
-        """The documents of a wave: a function of its number and the options."""
+        """Write the documents of a wave, which depend on its number and the options."""
         texts = self.user_turns(number)
         if self._turn is None:
             prompts = [begin_of_turn(self._tokenizer, None, text) for text in texts]
@@ -118,7 +119,7 @@ class Author:
     def answers(
         self, prompts: Sequence[Sequence[int]], number: int, *, sampled: bool = True
     ) -> list[Document]:
-        """Each prompt answered greedily and, if asked for, at the temperature."""
+        """Answer each prompt greedily and, if ``sampled``, at TEMPERATURE too."""
         documents = []
         for temperature in [0.0, TEMPERATURE] if sampled else [0.0]:
             answers = self._write(
@@ -134,7 +135,7 @@ class Author:
         return documents
 
     def user_turns(self, number: int) -> list[str]:
-        """Texts that users might write; none of them twice."""
+        """Make up texts that users might write, without duplicates."""
         tokenizer = self._tokenizer
         rng = Random(f"{self._options.seed} {number}")
         begun = [seed_prompts.draw(rng) for _ in range(self._writers)]
@@ -145,7 +146,7 @@ class Author:
         written = self._write(
             prompts,
             rng,
-            # Without turns a prompt is just a begin.
+            # Without user turns a prompt is just an opening.
             max_tokens=self._options.turn_tokens if self._turn else 1,
             temperature=TURN_TEMPERATURE,
             ends=ends,
@@ -169,11 +170,11 @@ class Author:
         temperature: float,
         ends: Collection[int] = (),
     ) -> list[Sequence[int]]:
-        """What the target writes after each prompt, the token that ended it included.
+        """Tokens that the target writes after each prompt, including the one that ends.
 
         Args:
-            rng: of the prompts' seeds.
-            ends: tokens that end a row beside the end-of-sequence tokens.
+            rng: draws the prompts' seeds.
+            ends: tokens that end a row, as end-of-sequence tokens do.
         """
         tasks = [
             Task.of(
@@ -198,7 +199,7 @@ def _turn_text(
     ends: Collection[int],
     must_end: bool,
 ) -> str | None:
-    """The user's text; ``None`` if it is of no use."""
+    """The user's text; ``None`` if it is not usable."""
     ended = bool(tokens) and tokens[-1] in ends
     kept = list(tokens[:-1] if ended else tokens)
     text = opening.text + str(tokenizer.decode(kept))
@@ -215,9 +216,9 @@ def _turn_text(
 
 
 def without_loops(texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each text, cut after it has repeated itself several times.
+    """The texts, each cut where it has repeated itself several times.
 
-    A loop is easy to foretell: more of it teaches nothing.
+    A loop is easy to predict, so more of it teaches nothing.
     """
     lengths = np.array([len(text) for text in texts], np.int32)
     width = int(lengths.max(initial=0))
@@ -228,7 +229,8 @@ def without_loops(texts: Sequence[Sequence[int]]) -> list[list[int]]:
     for period in range(1, min(_LONGEST_LOOP, width - 1) + 1):
         same = tokens[:, period:] == tokens[:, :-period]
         same &= np.arange(period, width) < lengths[:, None]
-        # Positions in a row that are as a period before: runs of so many end there.
+        # The text is cut after a run of this many tokens that equal those one period
+        # before.
         run = max(period * (_REPEATS - 1), 2 * _REPEATS)
         if run > same.shape[1]:
             continue
@@ -242,7 +244,7 @@ def without_loops(texts: Sequence[Sequence[int]]) -> list[list[int]]:
 def text_documents(
     tokenizer: Any, texts: Iterable[str], *, max_tokens: int
 ) -> list[Document]:
-    """Texts that were given, in pieces."""
+    """The user's texts as documents, cut into pieces."""
     documents = []
     for text in texts:
         tokens = [int(t) for t in tokenizer.encode(text)]

@@ -1,4 +1,4 @@
-"""A certificate of exactness: this engine beside mlx-lm's plain decoding."""
+"""A certificate of exactness: this engine compared with mlx-lm's plain decoding."""
 
 from .certify import Certificate, certify
 from .compare import Divergence, Evidence, Scores, why_no_tie

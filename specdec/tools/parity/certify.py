@@ -1,4 +1,4 @@
-"""Choose how to compare, check what can be compared, and do it."""
+"""Check that a comparison is possible, choose its method, and run it."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def certify(
     ignore_chat_template: bool = False,
     progress: Progress | None = None,
 ) -> Certificate:
-    """Compare what ``decoder`` produces with the target alone, by mlx-lm's own code.
+    """Compare ``decoder`` with the target alone, decoded by mlx-lm's own code.
 
-    Greedy decoding and coupled sampling are compared token for token; the other
-    rules by the distribution of the tokens. docs/exactness.md says what passes.
+    Greedy decoding and coupled sampling are compared token for token. Other rules are
+    compared by the distribution of the tokens. docs/exactness.md says what passes.
 
     Args:
         decoder: target, draft and engine settings.
         prompts: strings, chat messages or token ids.
-        params: ``max_tokens``, ``temperature``, ``seed`` (of the first prompt, each
-            next one's is one more; 0 without one) and ``verification``.
-        draws: decodings of each prompt, for a distribution; 20 or more.
+        params: ``max_tokens``, ``temperature``, ``seed`` (the first prompt's; it grows
+            by one with each prompt; default 0) and ``verification``.
+        draws: decodings of each prompt if distributions are compared; 20 or more.
         max_restarts: how often a row is decoded again after a tie.
         ignore_chat_template: encode strings as they are.
-        progress: called with what is being done, how much is, and of how much.
+        progress: called with what is being done, how much is done, and the total.
 
     Raises:
-        ConfigError: a setting that plain decoding has no counterpart for.
+        ConfigError: a setting has no counterpart in plain decoding.
         PromptError: a prompt cannot be used, or there is none.
     """
     params = params or SamplingParams()

@@ -1,7 +1,7 @@
-"""Two texts of tokens, and when a difference is a tie. Pure: no mlx, no models.
+"""Compare two texts of tokens, and tell ties from failures. No mlx, no models.
 
-Two shapes of one forward round differently. A *tie* is a difference that this
-explains; everything else is a failure, and so is what cannot be measured.
+A forward rounds differently in different shapes. A *tie* is a difference that rounding
+explains. Every other difference is a failure, also one that cannot be measured.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Literal
 
 Kind = Literal["tie", "failure"]
 
-# Each of two scores moves by no more than the noise between the shapes, so the
-# gap between them by no more than twice that.
+# Between shapes a score changes by the noise at most, so the gap between two scores
+# changes by twice the noise at most.
 NOISE_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What the target alone says of one position, by forwards of one shape.
+    """Gaps between the target's scores at one position, by forwards of one shape.
 
-    A score is a logit in float32, plus temperature times the position's noise where
-    the row samples: the largest is chosen.
+    A score is a logit in float32, plus temperature times the position's noise if the
+    row samples. The token of the largest score is chosen.
 
     Args:
         batch_size, width: rows and tokens per row of the forwards.
-        top2_gap: the best score less the second best.
-        gap: score of the plain token minus score of the engine's; negative where this
-            shape prefers the engine's.
+        top2_gap: the best score minus the second best.
+        gap: score of the plain token minus score of the engine's token; negative if
+            this shape prefers the engine's.
     """
 
     batch_size: int
@@ -39,14 +39,14 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was measured where the engine and plain decoding chose differently.
+    """Measurements at a position where the engine and plain decoding chose differently.
 
-    Only mlx-lm's code takes part in ``step``, ``verify`` and ``noise``, and no
-    draft: a fault of this engine cannot make the noise larger.
+    ``step``, ``verify`` and ``noise`` are computed by mlx-lm's code alone, without a
+    draft. So a fault of this engine cannot make the noise larger.
 
     Args:
-        step: the prefix scored as plain decoding does, a token at a time.
-        verify: the same prefix as a verification does, several rows and tokens.
+        step: scores after the prefix as in plain decoding, one token at a time.
+        verify: the same as in a verify forward, with several rows and tokens.
         noise: the largest difference of any logit between the two.
         logprob_difference: log-probability of the engine's token in the engine's own
             forward, minus the one in plain decoding; ``None`` for a token that ends a
@@ -65,14 +65,14 @@ class Evidence:
 
 
 def why_no_tie(evidence: Evidence) -> str | None:
-    """What shows that a difference is no rounding; ``None`` for a tie.
+    """Why rounding does not explain a difference; ``None`` for a tie.
 
-    With noise ``n``, all of these must hold, and a NaN holds nothing:
+    With noise ``n``, a tie must meet all of these conditions, and a NaN meets none:
 
-    - ``n > 0``: where the two shapes agree in every bit, nothing can flip;
+    - ``n > 0``: if the two shapes agree in every bit, rounding changes no choice;
     - the gap between the two tokens is at most ``2 n`` in both shapes;
-    - the engine's log-probability of its token is within ``2 n`` of the plain one's:
-      it read what plain decoding reads.
+    - the log-probability of the engine's token differs by at most ``2 n`` between the
+      engine and plain decoding, so both read the same prefix.
     """
     noise, most = evidence.noise, NOISE_FACTOR * evidence.noise
     if not noise > 0:
@@ -91,7 +91,7 @@ def why_no_tie(evidence: Evidence) -> str | None:
 
 @dataclass(frozen=True)
 class Token:
-    """A token, and how it reads."""
+    """A token and its text."""
 
     id: int
     text: str
@@ -103,10 +103,10 @@ class Divergence:
 
     Args:
         prompt: index of the prompt.
-        position: of the generated token, 0 for the first.
-        prefix_tokens: tokens before it, prompt included.
-        plain, engine: the two tokens; ``None`` where one text has ended.
-        evidence: ``None`` where nothing can be compared.
+        position: index of the generated token, 0 for the first.
+        prefix_tokens: number of tokens before it, including the prompt.
+        plain, engine: the two tokens; ``None`` for a text that has ended.
+        evidence: the measurements; ``None`` if one of the texts has ended.
     """
 
     prompt: int
@@ -118,7 +118,7 @@ class Divergence:
 
     @property
     def reason(self) -> str | None:
-        """Why it is a failure; ``None`` for a tie."""
+        """Why the divergence is a failure; ``None`` for a tie."""
         if self.evidence is None:
             return "one of the two ended without a token that ends a row"
         return why_no_tie(self.evidence)
@@ -129,7 +129,7 @@ class Divergence:
         return "tie" if self.reason is None else "failure"
 
     def to_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
+        """All fields and derived values, for JSON."""
         fields = asdict(self)
         if self.evidence is not None:
             fields["evidence"]["gap_noise"] = self.evidence.gap_noise
@@ -137,7 +137,10 @@ class Divergence:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first difference, the end of the shorter one included."""
+    """Index of the first difference, or the shorter length if one begins the other.
+
+    ``None`` if both are equal.
+    """
     pairs = enumerate(zip(a, b, strict=False))
     found = next((i for i, (x, y) in pairs if x != y), None)
     if found is None and len(a) != len(b):

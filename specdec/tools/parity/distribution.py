@@ -1,4 +1,4 @@
-"""Rules whose text depends on the draft: is the distribution the target's?"""
+"""Test the tokens' distribution, for rules whose text depends on the draft."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .plain import PlainTarget
 from .statistics import MIN_EXPECTED, Fit, chi_square_tail, fit, rare_tail
 from .tokens import Progress, counted
 
-# That an engine without fault fails.
+# Chance that a correct engine fails.
 FALSE_ALARM = 1e-6
-# The smallest number of draws that two cells can be made of.
+# The fewest draws from which two cells can be made.
 MIN_DRAWS = int(2 * MIN_EXPECTED)
 
 
 @dataclass(frozen=True)
 class PrefixTest:
-    """The tokens that came after one prefix.
+    """The test of the tokens that followed one prefix.
 
     Args:
         prompt: index of the prompt.
-        tokens: generated tokens after it, before those that are tested.
-        fit: how they fit the target's probabilities.
+        tokens: the prefix's generated tokens, which follow the prompt.
+        fit: how the next tokens fit the target's probabilities.
     """
 
     prompt: int
@@ -39,14 +39,14 @@ class PrefixTest:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributionCertificate:
-    """What many draws of every prompt found.
+    """The result of many draws of every prompt.
 
     Three tests share :data:`FALSE_ALARM`: all prefixes together, rare tokens of all
-    prefixes together, and the worst prefix, corrected for their number.
+    prefixes together, and the worst prefix, corrected for the number of prefixes.
 
     Args:
-        prompts: how many.
-        draws: decodings of each.
+        prompts: number of prompts.
+        draws: decodings of each prompt.
         drafted, accepted: draft tokens of all rows.
         prefixes: every prefix that came often enough to be tested.
         errors: (prompt, message) of rows that the engine ended with an error.
@@ -66,12 +66,12 @@ class DistributionCertificate:
 
     @property
     def df(self) -> int:
-        """Its degrees of freedom."""
+        """Degrees of freedom of :attr:`statistic`."""
         return sum(t.fit.df for t in self.prefixes)
 
     @property
     def p_values(self) -> dict[str, float]:
-        """Of the three tests; each fails below a third of the false-alarm chance."""
+        """P-values of the three tests; a test fails below a third of FALSE_ALARM."""
         rare = sum(t.fit.rare for t in self.prefixes)
         expected = sum(t.fit.rare_expected for t in self.prefixes)
         worst = min((t.fit.p_value for t in self.prefixes), default=1.0)
@@ -83,7 +83,7 @@ class DistributionCertificate:
 
     @property
     def verdict(self) -> Literal["consistent", "incomplete", "failure"]:
-        """``incomplete``: no draft token, or no prefix, was there to be tested."""
+        """The verdict; ``incomplete`` if nothing drafted could be tested."""
         p_values = self.p_values
         if self.errors or min(p_values.values()) < FALSE_ALARM / len(p_values):
             return "failure"
@@ -97,7 +97,7 @@ class DistributionCertificate:
         return self.verdict == "consistent"
 
     def to_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
+        """All fields and derived values, for JSON."""
         return {
             **asdict(self),
             "false_alarm": FALSE_ALARM,
@@ -119,11 +119,11 @@ def certify_distribution(
     draws: int,
     progress: Progress,
 ) -> DistributionCertificate:
-    """Decode every prompt ``draws`` times and test what came after each prefix.
+    """Decode every prompt ``draws`` times, and test the tokens after each prefix.
 
-    Given that a prefix came, the token after it is a draw from the target's
-    distribution there, whatever came before: each prefix is a test of its own, and
-    their sum is one too. The first token of a row is no draft's; those after it are.
+    Given a prefix, the next token is a draw from the target's distribution after it,
+    whatever came before. So each prefix can be tested alone, and all of them together.
+    The first token of a row is never drafted; the later ones may be.
     """
     rows = [
         # No two rows share a seed.

@@ -1,9 +1,10 @@
-"""The target alone, through mlx-lm's own generation and caches.
+"""The reference: the target alone, through mlx-lm's own generation and caches.
 
-Nothing of this engine's rounds, caches or sampling is used here: what it is compared
-with must not share its faults. Nor should the model's layers be: where loading fitted
-them to the backend (:func:`specdec.models.loading.fit`), the reference is given
-mlx-lm's own, over the same weights (:func:`specdec.cuda.fused_linear.separated`).
+This module uses none of the engine's rounds, caches or sampling, since the reference
+must not share the engine's faults. It should not share the engine's layers either. If
+loading fitted them to the backend (:func:`specdec.models.loading.fit`), the reference
+gets mlx-lm's layers over the same weights
+(:func:`specdec.cuda.fused_linear.separated`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class PlainTokens:
     """Plain decoding of one prompt.
 
     Args:
-        tokens: as generated, the token that ended it included.
-        logprobs: of each token, at temperature 1, in float32.
+        tokens: the generated tokens, including the one that ended the row.
+        logprobs: log-probability of each token, at temperature 1, in float32.
     """
 
     tokens: tuple[int, ...]
@@ -34,9 +35,9 @@ class PlainTokens:
 
 
 class _Unpacking:
-    """A quantized cache of mlx-lm's that hands attention dense keys and values.
+    """One of mlx-lm's quantized caches, which unpacks keys and values for attention.
 
-    As the engine's do where the backend asks for it: another order of rounding.
+    The engine's caches do so too on some backends, and the rounding depends on it.
     """
 
     def __init__(self, cache: Any, *, bits: int, group_size: int):
@@ -51,22 +52,23 @@ class _Unpacking:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "bits":  # by which mlx-lm's attention knows packed ones
+        if name == "bits":  # mlx-lm's attention takes a cache with bits for packed
             raise AttributeError(name)
         return getattr(self._cache, name)
 
 
 class PlainTarget:
-    """The reference.
+    """Plain decoding of the target by mlx-lm.
 
     Args:
         model: an mlx-lm model.
         kv_bits, kv_group_size: quantize keys and values from the first token on.
-        unpacks: unpack them for attention, as the engine's caches do on some backends,
-            and for models whose code takes no packed ones.
+        unpacks: unpack keys and values for attention, as the engine's caches do on some
+            backends. If the model's code cannot take packed ones, they are always
+            unpacked.
 
     Raises:
-        ConfigError: mlx-lm has no quantized cache of a kind that the model needs.
+        ConfigError: mlx-lm cannot quantize one of the caches that the model needs.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PlainTarget:
         if kv_bits is not None and not unpacks:
             try:
                 model(mx.zeros((1, 2), mx.int32), cache=caches)
-            except Exception:  # whatever a model's code raises
+            except Exception:  # a model's code may raise anything
                 self._unpacks = True
 
     def _caches(self) -> list[Any]:
@@ -114,9 +116,10 @@ class PlainTarget:
         """Decode one prompt with mlx-lm's ``generate_step``.
 
         Args:
-            ends: tokens that end it.
-            temperature, seed: above 0, a position's token is the arg-max of logits
-                plus temperature times Gumbel noise of the key (seed, position).
+            ends: tokens that end the row.
+            temperature, seed: at a temperature above 0, a position's token is the
+                arg-max of logits plus temperature times Gumbel noise of the key (seed,
+                position).
         """
         position = len(prompt) - 1
 
@@ -154,17 +157,17 @@ class PlainTarget:
         width: int = 1,
         prefill_step_size: int = 2048,
     ) -> mx.array:
-        """Logits after ``tokens``, written after ``prompt`` in one shape of forward.
+        """Logits after ``prompt`` and ``tokens``, by forwards of one shape.
 
-        The prompt but for its last token is prefilled, the last is a step of its own,
-        as in every decoding; the tokens follow, ``width`` at a time. All rows are the
-        same text, so that nothing is padded or masked but the future.
+        As in every decoding, all but the prompt's last token are prefilled, and that
+        token is a step of its own. The tokens follow, ``width`` at a time. All rows
+        have the same text, so there is no padding and only the causal mask.
 
         Args:
-            prefill_step_size: the default is that of ``generate_step``.
+            prefill_step_size: as in ``generate_step``, which has the same default.
 
         Returns:
-            Shape (V,), float32, of the first row.
+            Logits of the first row, shape (V,), float32.
         """
         caches = self._caches()
         *prefill, last = prompt
@@ -177,7 +180,7 @@ class PlainTarget:
         for first in range(0, len(tokens), width):
             block = list(tokens[first : first + width])
             query = len(block) - 1
-            # Tokens after the query change the shape and nothing that it sees.
+            # Tokens after the query only fill the shape; the query does not see them.
             block += [block[-1]] * (width - len(block))
             logits = self._forward(block, caches, batch_size)[0, query]
             mx.eval(logits)
@@ -194,7 +197,7 @@ class PlainTarget:
 def scores(
     logits: mx.array, *, temperature: float, seed: int, position: int
 ) -> mx.array:
-    """What the largest of is chosen, shape (..., V), float32; see docs/exactness.md."""
+    """Scores whose arg-max is chosen, (..., V), float32; see docs/exactness.md."""
     logits = logits.astype(mx.float32)
     if not temperature:
         return logits

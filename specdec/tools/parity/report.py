@@ -9,12 +9,12 @@ from .compare import Divergence, Token
 from .distribution import FALSE_ALARM, DistributionCertificate
 from .tokens import TokenCertificate
 
-# Prefixes of a distribution that are shown, the worst first.
+# Number of prefixes of a distribution that are shown, the worst first.
 SHOWN_PREFIXES = 10
 
 
 def summary(certificate: Certificate) -> str:
-    """A table, where there is something to show, then the verdict in one line."""
+    """A table, if there is something to show, then the verdict in one line."""
     if isinstance(certificate, TokenCertificate):
         return _tokens(certificate)
     return _distribution(certificate)

@@ -1,4 +1,4 @@
-"""Do counts follow given probabilities? Pure: numpy, no mlx, no models."""
+"""Test whether counts follow given probabilities. Numpy alone: no mlx, no models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Below this the chi-square distribution is no good approximation.
+# With fewer expected draws the chi-square distribution is not a good approximation.
 MIN_EXPECTED = 10.0
 
 
@@ -17,12 +17,12 @@ class Fit:
     """How counts of tokens fit their probabilities.
 
     Args:
-        draws: how many there were.
+        draws: number of draws.
         statistic, df: Pearson's chi-square over cells with ``MIN_EXPECTED`` or more
-            expected draws, and its degrees of freedom: single tokens, and all
-            others in one cell if that is large enough.
-        rare, rare_expected: draws of the other tokens, and how many were expected,
-            where their cell is too small for that; else 0.
+            expected draws, and its degrees of freedom. A cell is a single token; all
+            other tokens form one more cell if that is large enough.
+        rare, rare_expected: actual and expected draws of the other tokens if their cell
+            is too small; else 0.
     """
 
     draws: int
@@ -33,7 +33,7 @@ class Fit:
 
     @property
     def p_value(self) -> float:
-        """Chance of counts as odd as these: of the worse of its two tests, twice."""
+        """The smaller p-value of the two tests, doubled since there are two."""
         common = chi_square_tail(self.statistic, self.df)
         return min(1.0, 2 * min(common, rare_tail(self.rare, self.rare_expected)))
 
@@ -52,7 +52,7 @@ def fit(counts: Mapping[int, int], probabilities: np.ndarray) -> Fit:
         observed.append(rare)
         share.append(rare_share)
         rare, rare_expected = 0, 0.0
-    # Given how many were rare, the others are multinomial among themselves.
+    # Given the number of rare draws, the others are multinomial among themselves.
     within, total = sum(observed), sum(share)
     statistic = 0.0
     for seen, each in zip(observed, share, strict=True):
@@ -63,9 +63,9 @@ def fit(counts: Mapping[int, int], probabilities: np.ndarray) -> Fit:
 
 
 def rare_tail(count: int, expected: float) -> float:
-    """Bound on the chance of ``count`` or more events where few were expected.
+    """Bound on the chance of ``count`` or more events if few were expected.
 
-    Chernoff's, for any sum of independent trials: ``exp(c - e) (e / c)**c``.
+    Chernoff's bound for any sum of independent trials: ``exp(c - e) (e / c)**c``.
     """
     if count <= expected:
         return 1.0
@@ -77,9 +77,9 @@ def rare_tail(count: int, expected: float) -> float:
 def chi_square_tail(statistic: float, df: int) -> float:
     """Chance that a chi-square variable of ``df`` degrees is at least ``statistic``.
 
-    The regularised upper incomplete gamma function Q(df / 2, statistic / 2): 1 less
-    the power series of P (DLMF 8.11.4) below the mean, a continued fraction
-    (DLMF 8.9.2) above it. 1 for no degrees of freedom.
+    This is the regularised upper incomplete gamma function Q(df / 2, statistic / 2).
+    Below the mean it is computed as 1 minus the power series of P (DLMF 8.11.4), above
+    the mean by a continued fraction (DLMF 8.9.2). With no degrees of freedom it is 1.
     """
     if df == 0 or statistic <= 0:
         return 1.0
@@ -93,7 +93,7 @@ def chi_square_tail(statistic: float, df: int) -> float:
             term *= x / n
             total += term
         return max(0.0, 1.0 - scale * total)
-    # Evaluated from its tail; it converges quickly for x above a + 1.
+    # The fraction is evaluated from its tail; it converges quickly for x above a + 1.
     fraction = 0.0
     for i in range(1000, 0, -1):
         fraction = i * (i - a) / (x + 2 * i + 1 - a - fraction)

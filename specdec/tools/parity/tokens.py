@@ -1,4 +1,4 @@
-"""Token for token: greedy rows, and coupled sampling with the same draws."""
+"""Compare token for token: greedy rows, and coupled sampling with the same draws."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from ..decoding import Task, decode, with_end
 from .compare import Divergence, Evidence, Scores, Token, first_difference
 from .plain import PlainTarget, PlainTokens, scores
 
-#: Called with what is being done, how much of it is done, and how much there is.
+#: Called with what is being done, how much of it is done, and the total.
 Progress = Callable[[str, int, int], None]
 Verdict = Literal["exact", "ties", "incomplete", "failure"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCertificate:
-    """What comparing token for token found.
+    """The result of comparing token for token.
 
     Args:
-        prompts, tokens: that plain decoding gave, ends of rows included.
-        compared: tokens of those that the engine was compared with.
-        restarts: rows decoded again after a tie.
+        prompts: number of prompts.
+        tokens: tokens that plain decoding generated, including ends of rows.
+        compared: how many of these tokens the engine was compared with.
+        restarts: how often a row was decoded again after a tie.
         drafted, accepted: draft tokens of all rows.
-        divergences: in the order in which they were found.
+        divergences: the divergences, in the order in which they were found.
         errors: (prompt, message) of rows that the engine ended with an error.
         logprob_difference: the largest difference of a token's log-probability
             between the engine and plain decoding, over all tokens that agree.
@@ -51,12 +52,12 @@ class TokenCertificate:
 
     @property
     def failures(self) -> int:
-        """Divergences that it does not, and rows that failed."""
+        """Divergences that rounding does not explain, and rows that failed."""
         return len(self.divergences) - self.ties + len(self.errors)
 
     @property
     def verdict(self) -> Verdict:
-        """``incomplete``: tokens after the last restart were not compared."""
+        """The verdict; ``incomplete`` if tokens were left when restarts ran out."""
         if self.failures:
             return "failure"
         if self.compared < self.tokens:
@@ -69,7 +70,7 @@ class TokenCertificate:
         return self.verdict in ("exact", "ties")
 
     def to_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
+        """All fields and derived values, for JSON."""
         return {
             **asdict(self),
             "ties": self.ties,
@@ -80,7 +81,7 @@ class TokenCertificate:
 
 
 def counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
-    """Shows how much of something is done."""
+    """A function that shows how much of ``what`` is done."""
     return lambda done: progress(what, done, total)
 
 
@@ -94,8 +95,8 @@ def certify_tokens(
 ) -> TokenCertificate:
     """Compare the engine's tokens with plain decoding's.
 
-    After a tie the two rows rightly differ, so the engine decodes the rest again
-    from the plain tokens, up to ``max_restarts`` times a prompt.
+    After a tie the two rows may differ without a fault. So the engine decodes the rest
+    again from the plain tokens, up to ``max_restarts`` times for each prompt.
     """
     results = decode(decoder, tasks, counted(progress, "speculative", len(tasks)))
     expected = []
@@ -132,7 +133,7 @@ def _plainly(plain: PlainTarget, task: Task, tokenizer: Any) -> PlainTokens:
 
 
 class _Comparison:
-    """Takes the engine's rows one by one, and keeps what it finds."""
+    """Compares the engine's rows one by one, and collects the findings."""
 
     def __init__(
         self,
@@ -155,7 +156,8 @@ class _Comparison:
         """Compare row ``i``, which the engine began at generated token ``begun``.
 
         Returns:
-            Where to begin again, after a tie; ``None`` when there is nothing left.
+            After a tie, the generated token at which to begin again; ``None`` if
+            nothing is left to compare.
         """
         self._drafted += result.drafted
         self._accepted += result.accepted
@@ -188,7 +190,7 @@ class _Comparison:
             self._logprob_difference = max(self._logprob_difference, abs(x - y))
 
     def rest(self, i: int, position: int) -> Task:
-        """What is left of row ``i`` from generated token ``position`` on."""
+        """The task of decoding row ``i`` from generated token ``position`` on."""
         task, expected = self._tasks[i], self._expected[i].tokens
         ids = (*task.prompt.token_ids, *expected[:position])
         left = len(expected) - position
@@ -219,12 +221,12 @@ class _Comparison:
     def _evidence(
         self, i: int, position: int, wanted: int, token: int, logprob: float | None
     ) -> Evidence:
-        """Score the prefix at both widths, by the target alone."""
+        """Score the prefix in both shapes, by the target alone."""
         task, config = self._tasks[i], self._decoder.config
         prompt, prefix = task.prompt.token_ids, self._expected[i].tokens[:position]
         k = config.max_draft_tokens if self._decoder.draft_name else 0
         batch_size = min(config.batch_size, len(self._tasks))
-        # One row without a draft has one width only: then two tokens are the other.
+        # One row without a draft has only width 1; a width of 2 then gives the noise.
         width = max(k + 1, 2)
         step = self._plain.logits(prompt, prefix)
         verify = self._plain.logits(
@@ -261,7 +263,7 @@ class _Comparison:
         )
 
     def certificate(self, restarts: int) -> TokenCertificate:
-        """What was found."""
+        """The certificate of all rows taken so far."""
         return TokenCertificate(
             prompts=len(self._tasks),
             tokens=sum(len(e.tokens) for e in self._expected),
