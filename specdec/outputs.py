@@ -224,8 +224,8 @@ class RunStats:
 
     ``rounds`` counts rounds of the batch. ``prefilled`` counts prompts,
     ``prompt_tokens`` their tokens, and ``prefix_tokens`` those found in the prefix
-    store. ``prefill_tokens`` also counts tokens of prompts that have been prefilled in
-    part, and none that is given with a row's first round (the last one). ``prompts``,
+    store. ``prefill_tokens`` also counts prompts that have been prefilled in part, but
+    not a prompt's last token, which the row's first round takes. ``prompts``,
     ``row_rounds``, ``drafted``, ``accepted`` and the counts by position (see
     :class:`~specdec.outputs.GenerationResult`) cover the requests that have ended.
     ``vocabulary_share`` is the share of the target's tokens that a draft with another
