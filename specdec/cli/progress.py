@@ -26,7 +26,7 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 class Progress:
     """Shows on standard error how much is done, and the time left.
 
-    It stays alive while nothing is done for long, as in a prefill of many rows.
+    It is also updated while nothing is done for long, as in a prefill of many rows.
 
     Args:
         unit: the unit that is counted, in the singular.

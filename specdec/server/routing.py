@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 #: A line of Claude Code's system prompt that differs in every request. It is meant for
-#: the provider; with it, no two prompts would begin alike.
+#: Anthropic's service; with it, no two prompts would begin alike.
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 #: Characters in a block, and the most blocks that are looked up of a prompt.

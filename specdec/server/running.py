@@ -150,7 +150,8 @@ class _Web(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own method would raise the signals again at the end, as a failure.
+        # uvicorn's own method would send the signals again at the end, but stopping by
+        # a signal is no failure here.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -21,7 +21,8 @@ MOST_DEPTH = 100
 #: The largest file of settings, in bytes.
 MOST_BYTES = 10**8
 _MOST_DOTS = 20 * MOST_DEPTH
-# The largest whole number that a shape accepts: computing with it stays safe.
+# The largest whole number that a shape accepts, so that numbers computed from it stay
+# valid.
 _MOST = 2**53
 
 #: A description that :func:`check_shape` compares a value with.

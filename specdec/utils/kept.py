@@ -1,4 +1,4 @@
-"""Measurements made on this machine, kept in files of the user's cache folder."""
+"""Findings about this machine, kept in files of the user's cache folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class KeptEntries:
         entries[key] = entry
         kept = dict(list(entries.items())[-self._most :])
         text = json.dumps({"version": self._version, self._name: kept})
-        # It is a cache: without it, the next process measures again.
+        # It is a cache: without it, the next process finds the entry again.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, text.encode())
