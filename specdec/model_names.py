@@ -273,7 +273,7 @@ class DraftSpec:
         return replace(self, model=replace(model, adapter_path=os.fspath(path)))
 
     def check_model(self) -> None:
-        """Refuse a model that is not here and cannot be on the hub, before any loads.
+        """Refuse a model that is not here and cannot be on the hub, before loading.
 
         Raises:
             ModelNameError: the name is neither an existing path nor ``owner/name``.

@@ -16,7 +16,7 @@ from .parameters import Parameter, Table, shaped
 from .refusal import Refusal
 from .service import Service
 
-#: Parts of tools and tool calls that some protocol documents and this server ignores.
+#: Parts of tools and tool calls that protocols document and this server cannot use.
 TOOL_PARTS: Table = {
     "allowed_callers": Parameter(
         [str], only=(["direct"],), refused="nothing but the model calls them"

@@ -51,7 +51,8 @@ LABELS: Table = {
         str, only=("auto", "default"), refused="there is one tier: leave it out"
     ),
 }
-#: Parameters that OpenAI documents for conversations; most are refused here.
+#: Parameters that OpenAI documents for conversations: labels, and some that are mostly
+#: refused here.
 DOCUMENTED: Table = {
     **LABELS,
     "prompt_cache_retention": Parameter(
