@@ -1,4 +1,4 @@
-"""``python -m specdec``: the command, where its script is not on PATH."""
+"""``python -m specdec``: the command, for when its script is not on PATH."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""What differs between MLX's backends: defaults, memory, the compiler, versions.
+"""Differences between MLX's backends: defaults, memory, the compiler, versions.
 
 MLX is imported inside the functions, so that importing this module is cheap.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 
 from .errors import CompilerMissingError
 
-#: Rounds that the device may be computing while the host builds another one.
+#: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
 
 _INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
@@ -27,30 +27,30 @@ class BackendDefaults:
 
     Args:
         name: the backend's name.
-        read_bucket: cache columns handed to attention are rounded up to a
-            multiple of this. CUDA builds an attention plan for every new shape
-            (about 40 ms each); elsewhere every extra column costs instead.
+        read_bucket: cache columns passed to attention are rounded up to a multiple of
+            this. CUDA builds an attention plan for every new shape (about 40 ms each);
+            on other backends every extra column costs time instead.
         static_shapes: keep shapes the same from round to round, even if that computes
             a little more, because each new shape takes time.
         costs_by_token: a forward takes time in proportion to its tokens, and little to
             launch. So rounds with a draft are read at once and verify nothing in vain,
             and costs measured with one row are scaled to any number of rows.
-        join_rounds: how many rounds the prefill of joining rows takes, where launches
+        join_rounds: how many rounds the prefill of joining rows takes, if launches
             dominate it, so that its time hardly depends on the number of rows.
         new_shape_seconds: seconds that a new shape takes.
-        compile_after: compile a decode forward once its shapes were met so many times;
-            ``None``: never. It needs shapes that repeat, and pays where launching
+        compile_after: compile a decode forward once its shapes have occurred this many
+            times; ``None``: never. It needs shapes that repeat, and pays if launching
             and Python take longer than computing.
         pad_single_token: compute a second token in steps of one token per row, since
             CUDA's fused attention takes a mask only for several queries. Not done for
             models that use our attention kernel, or whose packed weights MLX
             multiplies.
         unpacks: unpack packed keys and values for attention, since CUDA's products
-            with packed ones take no views, and few of attention's shapes.
+            with packed arrays take no views, and few of attention's shapes.
         kernels: use the kernels of :mod:`specdec.cuda` for models, prompt lookup and
             commits, as far as they are proven on the device.
-        peek_rows: the most rows with which rounds without a draft peek at what the
-            drafter would propose; ``None``: any number.
+        peek_rows: the most rows with which rounds without a draft peek at the
+            drafter's proposals; ``None``: any number.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -68,8 +68,8 @@ class BackendDefaults:
     def rows_to_keep(self, rows: int, running: int) -> int:
         """How many of a batch's ``rows`` to keep when only ``running`` still run.
 
-        A new batch size is a new shape. With static shapes, ``rows`` is halved as
-        often as the running ones still fit, which gives few shapes.
+        A new batch size is a new shape. With static shapes, ``rows`` is halved as long
+        as the running rows fit, which gives few shapes.
         """
         if not self.static_shapes or not running:
             return running
@@ -86,8 +86,8 @@ _DEFAULTS = {
             "cuda",
             read_bucket=256,
             static_shapes=True,
-            # 3 to 5 for a row or two, plain and with a draft, of 8 rows and 32
-            # (benchmarks/results/jobs-joins-h200.md).
+            # Measured: 3 to 5 when one or two rows join batches of 8 and of 32, with a
+            # draft and without (benchmarks/results/jobs-joins-h200.md).
             join_rounds=4,
             new_shape_seconds=0.04,
             compile_after=1,
@@ -98,9 +98,9 @@ _DEFAULTS = {
             # (one H200).
             peek_rows=1,
         ),
-        # Not measured; docs/devices.md says what follows from MLX's source. A new
+        # Not measured; docs/devices.md derives these values from MLX's source. A new
         # length costs nothing; the bucket fills the attention kernel's blocks.
-        # Peeking may cost more than it brings.
+        # Peeking may cost more than it gains.
         BackendDefaults("metal", read_bucket=32, static_shapes=False, peek_rows=0),
     )
 }
@@ -118,8 +118,9 @@ def defaults() -> BackendDefaults:
 def memory_size() -> int | None:
     """Bytes that MLX can use on its default device; ``None``: unknown.
 
-    On Metal this is what the system recommends, less than all of the memory; on CUDA
-    the GPU's memory; on a CPU the machine's, or the container's if that is less.
+    On Metal this is the working set that the system recommends, which is less than all
+    memory; on CUDA the GPU's memory; on a CPU the machine's memory, or the container's
+    if that is less.
     """
     import mlx.core as mx
 
@@ -153,10 +154,10 @@ def check_compiler() -> str | None:
     the first fused kernel fails.
 
     Returns:
-        ``None`` if all is well, or one line to show if ``g++`` is missing.
+        ``None`` if it can, or one line to show if ``g++`` is missing.
 
     Raises:
-        CompilerMissingError: ``g++`` is there and MLX cannot compile with it.
+        CompilerMissingError: ``g++`` exists, but MLX cannot compile with it.
     """
     import mlx.core as mx
 

@@ -12,7 +12,7 @@ from .utils.checks import require, require_bytes, require_int, require_one_of
 NumDraftTokens = int | Literal["auto"]
 
 DEFAULT_BATCH_SIZE = 8
-# Larger than any batch that pays; memory plans count rows one by one.
+# Larger than any useful batch; memory plans count rows one by one.
 MAX_BATCH_SIZE = 1 << 14
 DEFAULT_NUM_DRAFT_TOKENS: NumDraftTokens = "auto"
 # The largest k that "auto" chooses.
@@ -41,7 +41,7 @@ class EngineConfig:
         prefix_cache: a folder that keeps keys and values of prompts, for prompts that
             begin alike, in this run and later ones. It is made if it does not exist.
             ``None`` keeps none on disk. See docs/prefix.md.
-        prefix_cache_size: the most bytes of entries in that folder.
+        prefix_cache_size: the most bytes of entries in this folder.
         prefix_cache_memory: the most bytes of prefixes kept in memory. ``None`` is
             1 GB with a ``prefix_cache``, and 0 (keep none) without.
         memory_limit: the most bytes that MLX should hold. Models that cannot fit are

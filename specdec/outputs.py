@@ -48,19 +48,19 @@ class GenerationResult:
         stop_reason: the stop text that ended it, else ``None``.
         stop_token: the token id that ended it, else ``None``.
         error: one line, if ``finish_reason`` is ``error``.
-        seed: the seed of its random draws; ``None`` if it does not sample.
+        seed: the seed of the request's random draws; ``None`` if it does not sample.
         kv_bits: bits in which keys and values were stored; ``None``: unquantized.
         prefix_tokens: how many of the ``prompt_tokens`` were found in the prefix store
             and not computed.
         rounds: decode rounds that the row took part in. The first token comes from
             prefill, not from a round.
         drafted, accepted: draft tokens proposed and accepted, up to the row's end.
-        num_draft_tokens_per_pos, num_accepted_tokens_per_pos: rounds that drafted,
-            and that accepted, at least 1, 2, ... tokens.
+        num_draft_tokens_per_pos, num_accepted_tokens_per_pos: how many rounds
+            drafted, and how many accepted, at least 1, 2, ... tokens.
         time_to_first_token: seconds from adding the request to its first token;
             ``None`` if it has no token.
-        tokens_per_second: tokens after the first, over the time since it; 0 if there
-            are none.
+        tokens_per_second: the tokens after the first, over the time since the first;
+            0 if there are none.
         logprobs: one entry per token, if asked for.
         turn: which answer of its conversation this is, from 0.
     """
@@ -138,7 +138,7 @@ class GenerationResult:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated, without the one that ended it."""
+        """How many tokens were generated, without the token that ended the request."""
         return len(self.token_ids)
 
     @property
@@ -176,7 +176,7 @@ class StreamEvent:
     ``text`` never splits a character or a stop text. While one is incomplete, ``text``
     and ``token_ids`` may be empty. ``logprobs`` has one entry for each token, if asked
     for. ``result`` is set on the last event of a request. ``turn`` counts the answers
-    of a conversation.
+    of a conversation, from 0.
     """
 
     index: int
@@ -199,7 +199,7 @@ class EngineLoad:
     Args:
         running: rows that decode, or whose prompts are being prefilled.
         waiting: requests that have no row yet.
-        cache_bytes: bytes of these rows' caches, the target's and the draft's.
+        cache_bytes: bytes of the running rows' caches, the target's and the draft's.
     """
 
     running: int = 0
@@ -211,8 +211,8 @@ class EngineLoad:
 class RunStats:
     """Totals of one ``generate`` or ``stream`` call, or of a session, up to now.
 
-    Times are seconds of wall clock. They add up to the time from the first step to the
-    last, while there were requests:
+    Times are seconds of wall clock. They add up to the time between the first step and
+    the last in which there were requests:
 
     - ``warmup_seconds``: compiling kernels before the first request. A server does it
       before its first step. Kernels compiled while a model is loaded are not included.
@@ -220,12 +220,12 @@ class RunStats:
     - ``prefill_seconds``: prompts, up to the first token of each row.
     - ``decode_seconds``: rounds, for the ``decode_tokens`` after the first tokens. A
       prefill chunk may wait for a round, so the last two mix a little.
-    - ``other_seconds``: between steps, in the caller's code.
+    - ``other_seconds``: the caller's code between steps.
 
     ``rounds`` counts rounds of the batch. ``prefilled`` counts prompts,
     ``prompt_tokens`` their tokens, and ``prefix_tokens`` those found in the prefix
-    store. ``prefill_tokens`` also counts tokens of prompts that have been prefilled in
-    part, and none that is given with a row's first round (the last one). ``prompts``,
+    store. ``prefill_tokens`` also counts prompts that have been prefilled in part, but
+    not a prompt's last token, which the row's first round takes. ``prompts``,
     ``row_rounds``, ``drafted``, ``accepted`` and the counts by position (see
     :class:`~specdec.outputs.GenerationResult`) cover the requests that have ended.
     ``vocabulary_share`` is the share of the target's tokens that a draft with another
@@ -277,7 +277,7 @@ class RunStats:
         )
 
     def check_draft(self) -> None:
-        """Raise an error if the draft failed: figures of such a run mean little.
+        """Raise an error if the draft failed: the run's figures then mean little.
 
         Raises:
             DrafterError: drafting was ended by an error.

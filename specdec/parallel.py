@@ -1,13 +1,13 @@
 """The ranks of a tensor-parallel run: rank 0 decides, and all ranks compute.
 
 Each rank holds a shard of the target and runs the same engine. Partial sums go through
-``mlx.core.distributed``. What ranks cannot work out alike by themselves (a clock, a
-request that arrives, a cancel) rank 0 decides and sends to the others, from host to
-host: a collective would wait for the round that the device is computing. What they
-commit they send back, and rank 0 compares.
+``mlx.core.distributed``. Some facts differ between ranks (a clock, a request that
+arrives, a cancel). Rank 0 decides these and sends them to the others, from host to
+host: a collective would wait for the round that the device is computing. The other
+ranks send back the tokens that they commit, and rank 0 compares them with its own.
 
-A rank that ends closes its connection, and the others hear of that at once, also while
-their main thread waits inside a collective.
+A rank that ends closes its connection. The others notice at once, even while their main
+thread waits inside a collective.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Facts = Any
-#: What differs between rank 0's facts and those of another rank, in words.
+#: Says how rank 0's facts and another rank's differ.
 Explain = Callable[[Facts, Facts], str]
 
-# What mlx.launch sets; with --backend mpi it is Open MPI that does.
+# Variables that mlx.launch sets, or Open MPI with --backend mpi.
 _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
-# What Open MPI says of the number of ranks: of all, and of those on this host.
+# Open MPI's variables for the number of ranks: in all, and on this host.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-# Seconds that ranks have to meet, once they have found each other.
+# Seconds that ranks have to connect to rank 0, once it listens.
 _MEETING = 60.0
-# Seconds that who connects has to say who it is.
+# Seconds that a new connection has to send its greeting.
 _GREETING = 5.0
-# Seconds that the thread which steps has to hear that the run is over.
+# Seconds that the stepping thread has to notice that the run is over.
 PATIENCE = 2.0
 # Bytes of the note that says where rank 0 listens.
 _NOTE = 512
@@ -70,11 +70,11 @@ class Ranks(ABC):
     """One rank's view of all ranks; made by :meth:`join`.
 
     Attributes:
-        group: of ``mlx.core.distributed``.
-        rank: of this process; rank 0 leads.
+        group: the group of ``mlx.core.distributed``.
+        rank: this process's rank; rank 0 leads.
         size: number of ranks.
-        memory_size: bytes that MLX can use on the rank that has least: its share of
-            what ranks of one host have together; ``None``: not known.
+        memory_size: bytes that MLX can use on the rank that has least. Ranks that use
+            the same memory share it equally. ``None``: not known.
     """
 
     def __init__(self, group: mx.distributed.Group):
@@ -87,10 +87,10 @@ class Ranks(ABC):
         """Connect to the other processes that a launcher has started.
 
         Returns:
-            ``None`` where there is no other.
+            ``None`` if there are no others.
 
         Raises:
-            RankError: they cannot be reached, or have other versions.
+            RankError: the others cannot be reached, or have other versions.
         """
         if launched_rank() is None:
             return None
@@ -121,8 +121,8 @@ class Ranks(ABC):
     def release(self) -> None:  # noqa: B027 - nothing, on most ranks
         """Let the other ranks leave :meth:`specdec.SpecDecoder.follow`.
 
-        They do at the end of rank 0, too. Another decoder can be made after it. On a
-        rank other than 0 it does nothing.
+        They also leave it when rank 0 ends. Afterwards another decoder can be made. On
+        a rank other than 0 this does nothing.
         """
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Ranks(ABC):
         """The result of ``make``, which is called only on rank 0.
 
         Args:
-            what: is decided, the same on all ranks.
+            what: names the decision; it must be the same on all ranks.
         """
 
     @abstractmethod
@@ -138,11 +138,12 @@ class Ranks(ABC):
         """Let rank 0 compare facts of all ranks.
 
         Args:
-            facts: this rank's.
-            wait: until those of all ranks are known, on rank 0.
+            facts: this rank's facts.
+            explain: says how two facts differ, for the message.
+            wait: on rank 0, wait until the facts of all ranks are known.
 
         Raises:
-            RankError: they differ, or a rank has ended; on rank 0.
+            RankError: on rank 0, if the facts differ or a rank has ended.
         """
 
 
@@ -152,7 +153,7 @@ def differing(mine: Mapping[str, Facts], theirs: Mapping[str, Facts]) -> str:
 
 
 class _Peer:
-    """Rank 0's connection to another rank, and facts to compare."""
+    """Rank 0's connection to another rank, and the facts to compare."""
 
     def __init__(self, rank: int, connection: socket.socket, reader: Any):
         self.rank = rank
@@ -167,11 +168,12 @@ class Leader(Ranks):
     """Rank 0.
 
     Attributes:
-        turn: whoever steps a session, or adds to one, holds it: all ranks do these
-            things in one order.
+        turn: the lock that must be held to step a session or add to one, so that all
+            ranks do these things in the same order.
         failure: why the run is over, once it is.
-        last_words: says it where the main thread cannot, before the process ends.
-        broken: a step did not end here, so that the others may wait in it for good.
+        last_words: reports the failure before the process ends, if the main thread
+            cannot.
+        broken: a step did not end on this rank, so the others may wait in it for ever.
     """
 
     def __init__(self, group: mx.distributed.Group):
@@ -220,7 +222,7 @@ class Leader(Ranks):
         self.memory_size = None
         if None not in sizes:
             sharing = Counter(hosts)
-            if backend.defaults().name == "cuda":  # NCCL wants a GPU for each rank
+            if backend.defaults().name == "cuda":  # NCCL needs one GPU per rank
                 sharing = Counter(set(hosts))
             shares = (n // sharing[h] for n, h in zip(sizes, hosts, strict=True))
             self.memory_size = min(shares)
@@ -249,7 +251,7 @@ class Leader(Ranks):
     def _send(peers: Sequence[_Peer], message: tuple[Any, ...]) -> None:
         data = pickle.dumps(message)
         for peer in peers:
-            with suppress(OSError):  # that it has ended is heard by who listens
+            with suppress(OSError):  # _listen notices that the rank has ended
                 peer.connection.sendall(data)
 
     def decide(self, what: str, make: Callable[[], T]) -> T:
@@ -272,18 +274,18 @@ class Leader(Ranks):
         """Raise the error that has ended the run, if there is one.
 
         Raises:
-            RankError: it is over.
+            RankError: the run is over.
         """
         if self.failure is not None:
             raise self._fresh()
 
     def _fresh(self) -> RankError:
-        """A copy of the failure for another thread: a traceback belongs to one."""
+        """A copy of the failure: threads must not share one traceback."""
         self._heard.set()
         return RankError(self.failure)
 
     def lost(self, error: Exception) -> Exception:
-        """The error to raise for a failed step: why a rank has ended, if one has."""
+        """The error to raise for a failed step; the run's failure if there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, PATIENCE / 2)
         return error if self.failure is None else self._fresh()
@@ -296,7 +298,7 @@ class Leader(Ranks):
                 self._fail(f"rank {peer.rank} has parted from rank 0: {found}")
 
     def _listen(self, peer: _Peer) -> None:
-        """Receive what a rank sends, until it ends."""
+        """Receive a rank's messages until it ends."""
         with suppress(OSError, EOFError, pickle.UnpicklingError):
             while True:
                 kind, content = pickle.load(peer.reader)
@@ -332,7 +334,7 @@ class Leader(Ranks):
                 return
             self._closing = True
         if self.failure is not None:
-            _leave(1)  # the device may wait for a rank that is no more
+            _leave(1)  # the device may wait for a rank that has ended
         if self.broken:
             self._send(self._peers, _ABORT)
         else:
@@ -368,10 +370,10 @@ class Follower(Ranks):
         self.memory_size = self.decide("memory", lambda: None)
 
     def receive(self) -> tuple[Any, ...]:
-        """The next message of rank 0: ``("end",)`` once it ends, from then on.
+        """The next message of rank 0; always ``("end",)`` once rank 0 has ended.
 
         Raises:
-            RankError: it has ended in another way.
+            RankError: rank 0 has ended unexpectedly.
         """
         message = self._inbox.get()
         if message in (_END, _LOST):
@@ -394,7 +396,7 @@ class Follower(Ranks):
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Let rank 0 report what is raised within the block."""
+        """Let rank 0 report an error that is raised within the block."""
         try:
             yield
         except Exception as error:
@@ -403,7 +405,7 @@ class Follower(Ranks):
             raise
 
     def _reply(self, message: tuple[str, Facts]) -> None:
-        with suppress(OSError):  # the end of rank 0 is heard by who listens
+        with suppress(OSError):  # the listener notices that rank 0 has ended
             self._connection.sendall(pickle.dumps(message))
 
     def _listen(self, reader: Any) -> None:
@@ -428,7 +430,7 @@ class Follower(Ranks):
 
 
 def _shared(group: mx.distributed.Group, note: bytes) -> bytes:
-    """A short note of rank 0's, on every rank."""
+    """Broadcast a short note: rank 0's, returned on every rank."""
     import mlx.core as mx
 
     assert len(note) <= _NOTE
@@ -440,7 +442,7 @@ def _shared(group: mx.distributed.Group, note: bytes) -> bytes:
 def _greeting(
     connection: socket.socket, reader: Any, key: str
 ) -> dict[str, Any] | None:
-    """A rank's description of itself; ``None``: the key is wrong."""
+    """Another rank's description of itself; ``None``: no valid greeting came."""
     connection.settimeout(_GREETING)
     try:
         hello = json.loads(reader.readline(4096))
@@ -452,7 +454,7 @@ def _greeting(
 
 
 def _host(connection: socket.socket) -> str:
-    """The address of a rank; empty: that of rank 0."""
+    """The address of a rank's host; empty if it is rank 0's host."""
     theirs: str = connection.getpeername()[0]
     here = theirs == connection.getsockname()[0]
     return "" if here or ipaddress.ip_address(theirs).is_loopback else theirs
@@ -463,7 +465,7 @@ def _tune(connection: socket.socket) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Seconds of silence, seconds between two probes, probes: as the system has them.
+    # Seconds of silence (two names: Linux, macOS), seconds between probes, probes.
     for name, number in (
         ("TCP_KEEPIDLE", 2),
         ("TCP_KEEPALIVE", 2),
@@ -475,7 +477,7 @@ def _tune(connection: socket.socket) -> None:
 
 
 def _address() -> str:
-    """Rank 0's address, as the launcher gives it."""
+    """Rank 0's address, as far as the launcher tells it."""
     for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR"):
         if found := os.environ.get(name):
             return found.rpartition(":")[0] if found.count(":") == 1 else found
@@ -490,15 +492,15 @@ def _address() -> str:
 def _outward() -> str:
     """An address of this machine that others can reach.
 
-    Where its name is one of the loopback's, as on Debian, the one from which this
-    machine would send to others.
+    If the host name stands for a loopback address, as on Debian, this is the address
+    from which the machine would send to others.
     """
     with suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
         if not ipaddress.ip_address(named).is_loopback:
             return named
     with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # for documentation; nothing is sent
+        probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
         found: str = probe.getsockname()[0]
         return found
     return socket.gethostname()
@@ -515,12 +517,12 @@ def _named(versions: Mapping[str, Any]) -> str:
 
 
 def _say(error: RankError) -> None:
-    """Print it to standard error, as the command line does."""
+    """Print the error to standard error, as the command line does."""
     print(f"specdec: error: {error}", file=sys.stderr)
 
 
 def _leave(code: int | None) -> None:
-    """End the process at once, without waiting for the device; ``None``: 130."""
+    """End the process at once, without waiting for the device; ``None`` means 130."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

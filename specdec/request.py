@@ -22,10 +22,10 @@ class TokenLogprobs:
     """The log-probability of a token, and the likeliest tokens at its position.
 
     Args:
-        logprob: that of the token itself.
-        top: (token id, log-probability), the likeliest first.
-        text: the token decoded alone; a part of a character gives the replacement
-            character.
+        logprob: the log-probability of the token itself.
+        top: pairs (token id, log-probability), the likeliest first.
+        text: the token decoded alone; a token that is part of a character gives the
+            replacement character.
         top_texts: the texts of the tokens in ``top``.
     """
 
@@ -61,13 +61,13 @@ class Request:
     """A prompt, how to decode it, and what was generated for it so far.
 
     Args:
-        index: names it in results and events; nothing else depends on it.
-        prompt: its text.
+        index: names the request in results and events; nothing else depends on it.
+        prompt: the prompt's text.
         prompt_tokens: the prompt as token ids.
-        params: how to decode it.
-        eos_token_ids: tokens that end it, beside its own ``stop_token_ids``.
+        params: how to decode the request.
+        eos_token_ids: tokens that end it, in addition to its own ``stop_token_ids``.
         output: its text as it grows; ``None`` if no text is wanted.
-        grammar: its state in the grammar of ``params``, if there is one.
+        grammar: the state of the grammar in ``params``, if there is one.
     """
 
     index: int
@@ -89,15 +89,15 @@ class Request:
     kv_bits: int | None = None
     #: The memory that its row needs, once computed (by engine.admission).
     needs: object = field(default=None, compare=False)
-    #: Whether it is drafted for, if there is a draft.
+    #: Whether a draft, if there is one, proposes tokens for it.
     drafts: bool = True
     #: Tokens of the prompt that were found in the prefix store.
     prefix_tokens: int = 0
     rounds: int = 0
-    #: Rounds that drafted, and that accepted, at least 1, 2, ... tokens.
+    #: How many rounds drafted, and how many accepted, at least 1, 2, ... tokens.
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    #: When it was queued, had its first token, and ended: seconds on one clock.
+    #: When it was queued, got its first token, and ended: seconds on one clock.
     queued: float = 0.0
     began: float | None = None
     ended: float | None = None
@@ -117,12 +117,12 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Tokens that the row can ever hold."""
+        """The most tokens that the row can ever hold."""
         return len(self.prompt_tokens) + self.params.max_tokens
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt, and those generated so far."""
+        """How many tokens the prompt and the output have so far."""
         return len(self.prompt_tokens) + len(self.tokens)
 
     @property
@@ -147,10 +147,10 @@ class Request:
     ) -> int:
         """Append ``tokens``, up to the end of the request.
 
-        A request ends after ``max_tokens``; at a token that ends it, which is not
-        kept; or when a stop text is complete. Then tokens that do not contribute to
-        the text before it are dropped, also those of earlier rounds. A request that
-        has ended takes nothing.
+        A request ends after ``max_tokens``; at an end token, which is not kept; or
+        when a stop text is complete. In the last case, tokens that do not contribute
+        to the text before the stop text are dropped, also those of earlier rounds. A
+        request that has ended takes nothing.
 
         Returns:
             How many of ``tokens`` were used, the one that ended it included.
@@ -165,7 +165,7 @@ class Request:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
     ) -> tuple[int, _Ending | None]:
-        """Take ``tokens``; how many were used, and how they end it, if they do."""
+        """Append ``tokens``; return how many were used, and the finish reason."""
         used = 0
         ending: _Ending | None = None
         if self.finish_reason is not None:
@@ -194,7 +194,7 @@ class Request:
                 del self.tokens[self.output.num_tokens :]
         del self.logprobs[len(self.tokens) :]
         self.stop_token = token
-        # Last: an interrupt must not leave an ended request half updated.
+        # Set last: an interrupt must not leave an ended request half updated.
         self.finish_reason = reason
 
     def cancel(self) -> None:
@@ -216,8 +216,8 @@ class Request:
     ) -> None:
         """Append what one round kept: accepted draft tokens, then the extra token.
 
-        Only what was used is counted. A draft token after the end counts neither as
-        drafted nor as accepted; one that is the end counts as both.
+        Only the tokens used are counted. A draft token after the end counts neither as
+        drafted nor as accepted; a draft token that is the end counts as both.
         """
         if self.finish_reason is not None:
             return

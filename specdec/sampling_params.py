@@ -23,18 +23,18 @@ from .utils.printable import shorten
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT_SIZE = 20
-# Beyond any use, and small enough for float32 arithmetic on logits.
+# Higher than any useful value, and low enough for float32 arithmetic on logits.
 MAX_TEMPERATURE = 1e6
 MAX_TOP_LOGPROBS = 1000
-# Stop texts of a request, and characters of one: looking for them costs memory.
+# The most stop texts of a request, and characters of one: the search costs memory.
 MAX_STOPS = 128
 MAX_STOP_LENGTH = 512
 
 Verification = Literal["coupled", "rejection", "block"]
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)
 
-# mlx-lm's: a sampler takes log-probabilities (1, V) and returns a token, a
-# processor takes all tokens so far and logits (1, V) and returns logits.
+# As in mlx-lm: a sampler takes log-probabilities (1, V) and returns a token; a
+# processor takes all tokens so far and logits (1, V), and returns logits.
 Sampler = Callable[[Any], Any]
 LogitsProcessor = Callable[[Any, Any], Any]
 
@@ -44,7 +44,7 @@ class SamplingParams:
     """How one request is decoded.
 
     Args:
-        max_tokens: most tokens to generate, 1 or more.
+        max_tokens: the most tokens to generate, at least 1.
         min_tokens: tokens that end a row (end-of-sequence and ``stop_token_ids``)
             are not chosen before this many tokens are generated.
         temperature: 0 is greedy; above 0, to 1e6, the target's distribution is
@@ -57,15 +57,15 @@ class SamplingParams:
         min_p: draw from tokens with at least this share of the likeliest one's
             probability at temperature 1; 0 keeps all.
         xtc_probability, xtc_threshold: "exclude top choices". At each position, with
-            this probability, of all tokens more probable than the threshold only the
-            least probable is kept.
+            this probability, only the least probable of the tokens above the threshold
+            is kept.
         xtc_special_tokens: token ids that XTC never leaves out; ``None``: the newline
-            and those that end a row.
+            and the tokens that end a row.
         top_k: draw from this many most likely tokens; 0 keeps all.
-        logit_bias: by token id, what is added to its logit before all else.
+        logit_bias: values to add to the logits, by token id, before anything else.
         repetition_penalty: logits of tokens among the last
-            ``repetition_context_size`` (prompt included) are divided by it where
-            positive, multiplied where negative; ``None`` or 1 does nothing.
+            ``repetition_context_size`` (prompt included) are divided by it if
+            positive, multiplied if negative; ``None`` or 1 does nothing.
         presence_penalty: subtracted from the logits of tokens among the last
             ``presence_context_size``.
         frequency_penalty: the same, for every occurrence among the last
@@ -80,16 +80,16 @@ class SamplingParams:
             it is not restored.
         stop: texts that end a row, up to 128 of up to 512 characters. The output's
             text ends before the first one found, and its tokens end with the last
-            that contributes to that text.
+            token that contributes to that text.
         stop_token_ids: tokens that end a row, as the end-of-sequence token does.
         logprobs: report the log-probability of every token, computed from the logits
             after bias, penalties and processors, at temperature 1, unfiltered.
         top_logprobs: also report this many of the likeliest tokens at every position.
-        grammar: what the output must follow, see :class:`Grammar`. Tokens that it does
-            not allow are never chosen, and the row ends where the grammar lets it.
-            ``None``: any text.
-        num_draft_tokens: most tokens to draft for this row in a round. 0 does not
-            speculate; ``None`` leaves it to the engine.
+        grammar: a grammar that the output must follow, see :class:`Grammar`. Tokens
+            that it does not allow are never chosen, and the row ends only where the
+            grammar allows it. ``None``: any text.
+        num_draft_tokens: the most tokens to draft for this row in a round. 0 does not
+            speculate; ``None`` leaves the choice to the engine.
         cache_salt: stored prefixes are shared only among requests with the same salt.
             Others cannot find out by timing how this prompt begins. ``None``: shared
             among all requests without a salt.
@@ -100,7 +100,7 @@ class SamplingParams:
             2023), ``block`` is block verification (Sun et al. 2024).
 
     As in mlx-lm, ``top_p``, ``min_p``, XTC and ``top_k`` apply in this order, before
-    the temperature. At temperature 0 they would do nothing, and are refused.
+    the temperature. At temperature 0 they would have no effect, and are refused.
 
     Raises:
         ConfigError: a value is out of range, two values exclude each other, or one
@@ -144,12 +144,12 @@ class SamplingParams:
 
     @property
     def stepwise(self) -> bool:
-        """Whether the user's own functions choose its tokens, one by one."""
+        """Whether the user's own functions choose the tokens, one by one."""
         return bool(self.logits_processors) or self.sampler is not None
 
     @property
     def draws(self) -> bool:
-        """Whether its tokens depend on random numbers."""
+        """Whether the tokens depend on random numbers."""
         return self.temperature > 0 or self.sampler is not None
 
     def updated(self, settings: Mapping[str, Any]) -> SamplingParams:
@@ -176,12 +176,12 @@ class SamplingParams:
 
     @property
     def seed_key(self) -> int:
-        """The key of its draws: the seed in 32 bits; 0 if there is none."""
+        """The key of the random draws: the seed in 32 bits; 0 if there is none."""
         return (self.seed or 0) % 2**32
 
     @property
     def context_size(self) -> int:
-        """How many tokens its penalties look back at; 0 if it has none."""
+        """How many tokens the penalties look back at; 0 if there are none."""
         sizes = (
             (self.repetition_penalty not in (None, 1), self.repetition_context_size),
             (bool(self.presence_penalty), self.presence_context_size),
@@ -190,7 +190,7 @@ class SamplingParams:
         return max((size for used, size in sizes if used), default=0)
 
     def _tidy(self) -> None:
-        """Copy what could change later; make single values tuples."""
+        """Copy values that the caller could change later; make single values tuples."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple("stop", stop))
         if callable(self.logits_processors):
@@ -280,7 +280,7 @@ class SamplingParams:
                 )
 
     def _is_set(self, name: str) -> bool:
-        """Whether a field has another value than its default."""
+        """Whether a field differs from its default."""
         default = type(self).__dataclass_fields__[name].default
         return bool(getattr(self, name) != default)
 
@@ -328,7 +328,7 @@ JSON_SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
     "logits_processors",
     "sampler",
 }
-#: Settings without effect at temperature 0: the likeliest token passes them all.
+#: Settings without effect at temperature 0: all of them keep the likeliest token.
 FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
@@ -339,13 +339,13 @@ def _tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def require_params(params: object, more: str = "") -> SamplingParams:
-    """``params``, which must be :class:`SamplingParams`.
+    """Return ``params``, which must be :class:`SamplingParams`.
 
     Args:
-        more: what else may be given, for the message.
+        more: what else the caller accepts, for the message.
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: ``params`` is something else.
     """
     if not isinstance(params, SamplingParams):
         raise ConfigError(
@@ -360,7 +360,7 @@ def per_prompt(
     n: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[SamplingParams]:
-    """The settings of each prompt; prompts that share settings get seeds in a row."""
+    """The settings of each prompt; prompts that share them get consecutive seeds."""
     if params is None or isinstance(params, SamplingParams):
         shared = (params or SamplingParams()).updated(settings).seeded()
         if shared.seed is None:

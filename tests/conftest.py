@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from specdec.models import LoadedModel
 
-# No test reaches for the network; a hub id that is not there fails at once.
+# No test uses the network; a hub id that is not in the cache fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-# MLX compiles on first use: one slow example says nothing. The same examples in every
-# run, so that a failure is of a change.
+# MLX compiles on first use, so one slow example says nothing. Every run has the same
+# examples, so that a failure comes from a change.
 settings.register_profile("specdec", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("specdec")
 
@@ -32,8 +32,8 @@ _REAL_FIXTURES = {"smollm2", "smollm2_path"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that use real weights, so that none is forgotten.
 
-    Where workers share the tests, long ones come first, so that none waits for one at
-    the end, and those with real weights together, so that one worker loads them.
+    If workers share the tests, long tests come first, so that no worker waits for one
+    at the end. Tests with real weights come together, so that one worker loads them.
     """
     for item in items:
         if _REAL_FIXTURES & set(getattr(item, "fixturenames", ())):
@@ -44,10 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what stays until the end out of every collection of garbage.
+    """Exclude objects that live until the end from garbage collection.
 
-    Thousands of tests and their modules take a fifth of a second to go through, and
-    many tests, and the engine's own benchmarks, collect often.
+    Scanning thousands of tests and their modules takes a fifth of a second, and many
+    tests, and the engine's own benchmarks, collect often.
     """
     gc.collect()
     gc.freeze()
@@ -64,16 +64,16 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _own_cache_folder(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is kept in the user's cache folder, nor read from it."""
+    """Keep tests from writing to the user's cache folder, and from reading it."""
     base = tmp_path_factory.getbasetemp() / "cache-home"
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
 
 
 @pytest.fixture(autouse=True)
 def draft_failures() -> Iterator[list[str]]:
-    """What ended drafting in a test: nothing, unless the test takes it off the list.
+    """Errors that ended drafting in a test, which fails if any are left on the list.
 
-    Rows go on without a drafter that fails, so that their tokens show no fault of it.
+    Rows go on without a drafter that fails, so their tokens do not show its failure.
     """
     failures: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -87,7 +87,7 @@ def draft_failures() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """Where the default target's GGUF file is; its absence is a failure."""
+    """Path of the default target's GGUF file; the test fails if it is missing."""
     from specdec.errors import ModelNotFoundError
     from specdec.model_names import default_target
 
@@ -110,7 +110,7 @@ def smollm2(smollm2_path: Path) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., nn.Module]:
-    """Build a small random float32 model of mlx-lm: ``tiny_model("llama", seed=1)``.
+    """Builds small random float32 models of mlx-lm: ``tiny_model("llama", seed=1)``.
 
     Further keywords replace the model's arguments, by mlx-lm's names.
     """
@@ -125,7 +125,7 @@ def target() -> nn.Module:
 
 @pytest.fixture(scope="session")
 def drafts(target: nn.Module) -> dict[str, Any]:
-    """Drafts for ``target``: always right, half of the time, hardly ever; none."""
+    """Drafts for ``target``: right always, half of the time, or hardly ever; none."""
     import mlx.core as mx
 
     near: Any = _tiny_model("llama", seed=0)
@@ -168,7 +168,7 @@ def _tiny_model(arch: str = "llama", seed: int = 0, **overrides: Any) -> nn.Modu
     model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
 
     def draw(weight: mx.array) -> mx.array:
-        # Wider than the default, so that logits lie far apart; norms stay.
+        # Wider than the default, so that logits lie far apart; norms do not change.
         if weight.ndim < 2:
             return weight
         scale: float = 2 * weight.shape[-1] ** -0.5

@@ -32,9 +32,9 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import DraftLength
 
-# Exact shapes, speculative rounds read at once; bucketed shapes, read a round late,
-# compiled forwards, padding in steps of one token, packed keys
-# and values unpacked for attention.
+# AT_ONCE has exact shapes, and reads rounds with a draft at once. BEHIND has bucketed
+# shapes, reads rounds a round late, compiles forwards, pads steps of one token, and
+# unpacks packed keys and values for attention.
 AT_ONCE = BackendDefaults(
     "cpu", read_bucket=1, static_shapes=False, costs_by_token=True
 )
@@ -46,7 +46,7 @@ BEHIND = BackendDefaults(
     pad_single_token=True,
     unpacks=True,
 )
-# As on Metal: shapes as they come, all rounds read a round late.
+# As on Metal: exact shapes, all rounds read a round late.
 METAL = backend._DEFAULTS["metal"]
 VOCAB = 97
 BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
@@ -54,7 +54,7 @@ BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gp
 
 @dataclass
 class Plain:
-    """What plain decoding of one request gives, until one of ``ends`` comes."""
+    """The output of one request's plain decoding, up to a token that ends it."""
 
     tokens: list[int] = field(default_factory=list)
     #: Log-probabilities of every token of the vocabulary, at each token.
@@ -62,17 +62,17 @@ class Plain:
     finish_reason: str = "length"
 
 
-# What was decoded before, by all that decides it. Many tests ask for the same.
+# Earlier outputs by everything that decides them: many tests ask for the same ones.
 _greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 _plainly: dict[tuple[str, tuple[int, ...], str, frozenset[int]], Plain] = {}
-# Of larger weights a digest takes longer than decoding.
+# A digest of larger weights takes longer than decoding.
 _MOST_BYTES = 4 << 20
 
 
 def identity(model: Any) -> str | None:
-    """What a small model computes by: class, arguments and weights, as they are now.
+    """A digest of a small model: its class, arguments and current weights.
 
-    ``None`` where that is not all, or too much to look at.
+    ``None`` if these do not define the model, or the weights are too large to read.
     """
     leaves: Any = tree_flatten(model.parameters())
     if "args" not in vars(model) or sum(a.nbytes for _, a in leaves) > _MOST_BYTES:
@@ -98,14 +98,15 @@ def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def drawable(logits: mx.array, params: SamplingParams, position: int = 0) -> mx.array:
-    """Logits of one position as mlx-lm's sampler chain leaves them."""
+    """Logits of one position after mlx-lm's chain of samplers."""
     chain: list[Any] = []
     if params.top_p < 1:
         chain.append(lambda x: apply_top_p(x, params.top_p))
     if params.min_p > 0:
         chain.append(lambda x: apply_min_p(x, params.min_p))
     if params.xtc_probability > 0:
-        # mlx-lm draws whether it applies; here the request's key does.
+        # mlx-lm decides with a global draw whether XTC applies; here the request's key
+        # decides.
         key = mx.random.key(params.seed_key << 32 | position)
         draw = mx.random.uniform(key=mx.random.split(key, 4)[1])
         if bool(draw <= params.xtc_probability):
@@ -121,7 +122,7 @@ def drawable(logits: mx.array, params: SamplingParams, position: int = 0) -> mx.
 
 
 class Masked:
-    """A logits processor that masks by llguidance's own bytes, from the beginning."""
+    """A logits processor that masks by llguidance's own bytes, from the first token."""
 
     def __init__(self, compiler: GrammarCompiler, grammar: Grammar, prompt: int):
         self._matcher = compiler.compile(grammar)._fresh.deep_copy()
@@ -147,10 +148,10 @@ def plainly(
 ) -> Plain:
     """Plain decoding with mlx-lm's own processors, one token at a time.
 
-    The noise is that which the request's seed and positions name. Stop texts are
-    not looked for.
+    The noise is keyed by the request's seed and positions. Stop texts are not looked
+    for.
     """
-    # A caller's function may be another under the same name, or keep a state.
+    # A caller's functions cannot be a key: names may repeat, and functions keep state.
     own = params.logits_processors or params.sampler is not None
     known_as = None if own else identity(model)
     if known_as is None:
@@ -226,7 +227,7 @@ def engine_of(
     observer: RoundObserver | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine of a target and a draft model, or another drafter, or none."""
+    """An engine with a target and a draft model, another drafter, or none."""
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
@@ -257,7 +258,7 @@ def run_rows(
     grammars: GrammarCompiler | None = None,
     **options: Any,
 ) -> list[Request]:
-    """Decode through an :func:`engine_of`; the rows, in the order of the prompts."""
+    """Decode with an :func:`engine_of`; return the rows in the order of the prompts."""
     engine = engine_of(target, draft, **options)
     requests = [
         Request(
@@ -286,10 +287,11 @@ def exact(
     params: SamplingParams | int | Sequence[SamplingParams | int],
     **options: Any,
 ) -> list[Request]:
-    """Decode as :func:`run_rows`; each row must be plain decoding of it alone.
+    """Decode as :func:`run_rows`; each row must equal its own plain decoding.
 
     Args:
-        params: of each prompt, or of all. A number is the tokens of a greedy row.
+        params: each prompt's, or one for all. A number means a greedy row of that many
+            tokens.
     """
     if not isinstance(params, Sequence):
         params = [params] * len(prompts)
@@ -306,5 +308,5 @@ def exact(
 
 
 def drafts_of(rows: Sequence[Request]) -> tuple[int, int]:
-    """Draft tokens of all rows: those proposed, and those accepted."""
+    """How many draft tokens all rows proposed, and how many they accepted."""
     return sum(row.drafted for row in rows), sum(row.accepted for row in rows)

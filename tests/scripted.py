@@ -1,4 +1,4 @@
-"""A draft length that does what a test says, and notes what it is told."""
+"""A draft-length policy that follows a test's script, and records its input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specdec.spec_decode.draft_length import BatchState, RoundTiming
 
 
 class Script:
-    """Chooses by a function of the round's number; notes what it is told."""
+    """Chooses k by a function of the round's number; records its input."""
 
     max_draft_tokens = 4
 

@@ -30,7 +30,7 @@ __all__ = ["main"]
 
 
 class _Group(click.Group):
-    """A group whose errors are one line each, whatever raised them.
+    """A command group that shows every error as one line.
 
     Its commands are listed in the order in which they were added.
     """
@@ -57,11 +57,11 @@ class _Group(click.Group):
         except click.UsageError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if error.ctx is None and command is not None:
-                # click does not name the command of an option without its value.
+                # If an option lacks its value, click does not name the command.
                 error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
             raise
         except PromptFileError:
-            raise  # the words in it are the user's, no fields
+            raise  # its words are the user's, not names of fields
         except ConfigError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if command is None:
@@ -90,7 +90,7 @@ class _Group(click.Group):
 
 
 def _check_arguments(arguments: Iterable[str]) -> None:
-    """Refuse a byte 0: no shell passes it on, and no file name has it."""
+    """Refuse a byte 0: no shell passes it on, and no file name can have it."""
     if any("\0" in each for each in arguments):
         raise click.UsageError("an argument contains a zero byte: leave it out")
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from ..spec_decode.draft_length import ForwardCosts
     from ..tools.advice import Advice
 
-# Draws of the prompts, to see how the verdict depends on them.
+# How often the prompts are resampled, to see how the verdict depends on them.
 _DRAWS = 200
 _FEW_PROMPTS = 5
-# Share of the draws that has to agree with a verdict that is called sure.
+# Share of the draws that must agree with a verdict for it to be called sure.
 _SURE = 0.9
 
 
@@ -135,12 +135,13 @@ def advise(
 
 @dataclass(frozen=True)
 class _Sureness:
-    """What other prompts of the same kind would have said: prompts drawn again.
+    """How much the verdict depends on the prompts, found by drawing them again.
 
     Args:
-        speedup_range: 5% and 95% of the speed-ups at the best setting that drafts.
-        same_verdict: share of the draws that come to the same verdict.
-        num_prompts: in each draw.
+        speedup_range: 5th and 95th percentile of the speed-ups at the best setting that
+            drafts.
+        same_verdict: share of the draws that give the same verdict.
+        num_prompts: number of prompts in each draw.
     """
 
     speedup_range: tuple[float, float]
@@ -149,7 +150,7 @@ class _Sureness:
 
     @property
     def words(self) -> str:
-        """In a line."""
+        """The same in one line."""
         if self.num_prompts < _FEW_PROMPTS:
             return (
                 f"too few to say how sure that is: give {_FEW_PROMPTS} prompts or more"
@@ -187,7 +188,7 @@ def _advice(
         return advice_of(survival, costs, sizes, most)
 
     found = advice(results)
-    # The best setting that drafts, also where none is worth it.
+    # The best setting that drafts, even if none is worth it.
     settings = [
         (speedup, n, k)
         for n, p in enumerate(found.predictions)

@@ -135,7 +135,7 @@ def _write(folder: Path) -> None:
 
 
 class _Parts:
-    """The progress of a recipe; also a line for each part, where there is no bar."""
+    """The progress of a recipe; without a bar, also a line for each part."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.total = self.done = 0
@@ -143,14 +143,14 @@ class _Parts:
         self._progress: Progress | None = None
 
     def expect(self, total: int, done: int) -> _Parts:
-        """Begin; earlier runs have done some parts."""
+        """Begin; earlier runs have done ``done`` of the parts."""
         self.total, self.done = total, done
         self._progress = Progress("part", total, done=done, quiet=self._quiet)
         return self
 
     @contextmanager
     def __call__(self, unit: Unit) -> Iterator[None]:
-        """Bracket one part."""
+        """Run one part within the block."""
         assert self._progress is not None
         self._progress.show(self.done, what=unit.label)
         start = time.perf_counter()
@@ -162,6 +162,6 @@ class _Parts:
             show(f"[{self.done}/{self.total}] {unit.label}: {seconds:.1f} s", err=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._progress is not None:
             self._progress.close()

@@ -1,4 +1,4 @@
-"""``specdec cache``: what a prefix cache folder holds; no mlx is loaded."""
+"""``specdec cache``: manages a prefix cache folder. No mlx is loaded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def clear(folder: Path) -> None:
 
 
 def _complain(folder: Path, kept: dict[str, str]) -> None:
-    """Fail where entries could not be removed."""
+    """Fail if entries could not be removed."""
     if not kept:
         return
     name, reason = next(iter(kept.items()))

@@ -118,7 +118,7 @@ class _Talk:
     accepted: int = 0
 
     def take(self, line: str) -> None:
-        """Do what a line says."""
+        """Run a line's command, or answer its message."""
         command, _, rest = line.partition(" ")
         rest = rest.strip()
         if not line.strip():
@@ -160,7 +160,7 @@ class _Talk:
             self.messages.pop()
 
     def _answer(self) -> dict[str, Any]:
-        """Show an answer as it comes; the message that it is."""
+        """Show an answer while it is generated; return it as a message."""
         from ..decoder import wired_memory
         from ..server.encoding import encode_source
         from ..server.job import Chat, Piece, Tools
@@ -171,7 +171,7 @@ class _Talk:
         session = self.decoder.session()
         index = session.add_encoded(encoded.prompt, self.params)
         said = {"text": "", "reasoning": ""}
-        # An exception would leave a round that is half done.
+        # An exception on Ctrl-C would leave a half-done round.
         stop: list[int] = []
         with _heard_by(lambda number, _: stop.append(number)), wired_memory():
             while session.busy:
@@ -234,7 +234,7 @@ class _Talk:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, one message after the other."""
+    """Yield the typed messages, one after the other."""
     tty = sys.stdin.isatty()
     held = ""
     while True:
@@ -259,11 +259,11 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _heard_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Ctrl-C is the handler's; in a thread, as in tests, nobody presses it."""
+    """Let the handler take Ctrl-C within the block; in another thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    wakeup = signal.set_wakeup_fd(-1)  # or it ends the process the second time
+    wakeup = signal.set_wakeup_fd(-1)  # else the second one ends the process
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``specdec estimate``: what a run would hold in memory; loads no weights."""
+"""``specdec estimate``: the memory that a run would need. Loads no weights."""
 
 from __future__ import annotations
 

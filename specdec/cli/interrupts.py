@@ -1,8 +1,8 @@
-"""Ctrl-C, also while the device is at work, and SIGTERM.
+"""Handles SIGTERM, and Ctrl-C even while the device is computing.
 
-Python acts on a signal between two of its own steps, and a step can wait for a forward
-of a whole chunk. So a thread listens too. If the main thread has not reacted soon, the
-thread ends the process. A second Ctrl-C ends it at once.
+Python handles a signal between two of its own steps, and a step can wait for the
+forward of a whole chunk. So a thread listens, too. If the main thread does not react
+soon, the thread ends the process. A second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import click
 
 from .output import INTERRUPTED, show_interrupted
 
-# Seconds that the main thread has to hear of it: some rounds, of most models.
+# Seconds that the main thread has to react: several rounds of most models.
 PATIENCE = 1.0
 
 
 class Interrupts:
     """Ends the process on Ctrl-C, at the latest ``PATIENCE`` seconds after the first.
 
-    The first raises KeyboardInterrupt in the main thread as soon as Python is at work
-    there, and from then on a second has the system's own effect. Where that is not
-    soon, the thread says the last words in its place; a command that has set a handler
-    of its own is given all the time it takes. Nothing happens in a process that
-    ignores Ctrl-C (``nohup``), or outside the main thread.
+    The first Ctrl-C raises KeyboardInterrupt in the main thread as soon as Python runs
+    there; a second one then ends the process. If this takes too long, the thread says
+    the last words instead and ends the process. A command that has set its own handler
+    gets all the time it needs. This does nothing in a process that ignores Ctrl-C
+    (``nohup``), or outside the main thread.
 
     Attributes:
-        heard: whether the main thread has heard of the first.
+        heard: whether the main thread has handled the first Ctrl-C.
     """
 
     def __init__(self) -> None:
         self.heard = False
         self._last_words = show_interrupted
-        # The thread that holds it ends the process.
+        # Whichever thread holds this lock ends the process.
         self._ending = threading.Lock()
         self._came = threading.Event()
         self._pipe: tuple[int, int] | None = None
@@ -52,7 +52,7 @@ class Interrupts:
             self._pipe = reader, writer = os.pipe()
             os.set_blocking(writer, False)
             signal.signal(signal.SIGINT, self._hear)
-            # Written to as the signal comes, whatever the main thread is doing.
+            # The signal is written here at once, whatever the main thread is doing.
             signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
         return self
@@ -61,10 +61,10 @@ class Interrupts:
         if self._pipe is None:
             return
         signal.set_wakeup_fd(-1)
-        # After the first, the second ends even an interpreter that is ending.
+        # After a first Ctrl-C, a second one ends even an interpreter that is exiting.
         second = signal.SIG_DFL if self._came.is_set() else signal.default_int_handler
         signal.signal(signal.SIGINT, second)
-        os.close(self._pipe[1])  # which ends the thread
+        os.close(self._pipe[1])  # this ends the thread
 
     @contextmanager
     def last_words(self, say: Callable[[], None]) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Interrupts:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # the thread has begun to speak
+            threading.Event().wait()  # the other thread is ending the process
         self._came.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.heard = True
@@ -98,14 +98,14 @@ class Interrupts:
 
     @staticmethod
     def _next(reader: int) -> bool:
-        """Wait for a Ctrl-C; there is none where the pipe is closed."""
+        """Wait for a Ctrl-C; return ``False`` once the pipe is closed."""
         while number := os.read(reader, 1):
             if number[0] == signal.SIGINT:
                 return True
         return False
 
     def _wait(self) -> None:
-        # The lock is free as long as the main thread has not heard.
+        # The lock is free until the main thread has handled the signal.
         time.sleep(PATIENCE)
         if signal.getsignal(signal.SIGINT) not in (self._hear, signal.SIG_DFL):
             return
@@ -121,13 +121,13 @@ class Interrupts:
 class RequestsToEnd:
     """Within the block SIGTERM acts like Ctrl-C, and neither can be lost.
 
-    Python drops exceptions raised while an object is deleted (``__del__``, a weak
-    reference's callback), those of signal handlers too. So a request is remembered, and
-    long loops call :meth:`check`.
+    Python drops exceptions that are raised while an object is deleted (``__del__``, a
+    weak reference's callback), also those of signal handlers. So a request to end is
+    remembered, and long loops call :meth:`check`.
 
-    A SIGTERM after another request does nothing: saving, which the first has set off,
-    goes on (``timeout`` sends it twice). Ctrl-C is impatience: after a SIGTERM it
-    breaks saving off, and a second one ends the process at once.
+    A SIGTERM after another request does nothing (``timeout`` sends two): the saving
+    that the first request has started goes on. A Ctrl-C after a SIGTERM breaks saving
+    off, and a second Ctrl-C ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -149,8 +149,8 @@ class RequestsToEnd:
 
     @property
     def _came(self) -> bool:
-        # A Ctrl-C counts once it was heard: its own exception would come later, into
-        # the saving that the check's has set off.
+        # A Ctrl-C counts only once it was handled. Otherwise its exception would come
+        # later, and break off the saving that check()'s exception has started.
         return self._asked or (self._interrupts is not None and self._interrupts.heard)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -161,13 +161,13 @@ class RequestsToEnd:
 
 
 def _running() -> Interrupts | None:
-    """What listens for the command line that runs, if anything does."""
+    """The :class:`Interrupts` of the running command line, if there is one."""
     return click.get_current_context().find_object(Interrupts)
 
 
 @contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
-    """:meth:`Interrupts.last_words` of the command line that runs, if it listens."""
+    """:meth:`Interrupts.last_words` of the running command line, if it has one."""
     found = _running()
     if found is None:
         yield

@@ -40,7 +40,7 @@ from ..utils.sizes import parse_count, parse_size
 #: Adds an option to a command.
 Option: TypeAlias = Callable[[Any], Any]
 F = TypeVar("F", bound=Callable[..., Any])
-# Far more than any model serves.
+# Far more tokens than any model's context holds.
 MOST_TOKENS = 1 << 30
 
 #: Groups of a help page and the parameters in each, in order. Parameters in no group
@@ -115,23 +115,23 @@ class Command(click.Command):
 
 
 def added(command: F, some: tuple[Option, ...]) -> F:
-    """Give ``command`` some options."""
+    """Add options to ``command``."""
     for option in reversed(some):
         command = option(command)
     return command
 
 
 def packed(name: str, read: Callable[..., Any], *some: Option) -> Option:
-    """Options that reach a command as one argument.
+    """Combine options so that they reach a command as one argument.
 
     Args:
         name: the argument's name.
-        read: turns the options' values into the argument's, before a model is loaded.
-            What it raises is the command's error. :func:`given` reads other options.
+        read: turns the options' values into the argument's value, before a model is
+            loaded. Its errors are the command's. :func:`given` reads other options.
     """
 
     def probe() -> None:
-        """Takes the options, to show their names."""
+        """Take the options, so that their names can be read."""
 
     added(probe, some)
     names = [param.name for param in probe.__click_params__]  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ def packed(name: str, read: Callable[..., Any], *some: Option) -> Option:
 
 
 def given(name: str) -> Any:
-    """The value of an option of the running command; ``None`` if it has no such one."""
+    """The value of an option of the running command; ``None`` if there is none."""
     return click.get_current_context().params.get(name)
 
 
@@ -159,7 +159,7 @@ def is_given(name: str) -> bool:
 
 
 def dashed(name: str) -> str:
-    """The option for a parameter's name."""
+    """The option's spelling for a parameter's name."""
     return "--" + name.replace("_", "-")
 
 
@@ -305,7 +305,7 @@ def seed(
     *,
     random: bool = False,
 ) -> Option:
-    """``--seed``; its default is a random one with ``random``, else 0."""
+    """``--seed``; the default is a random seed with ``random``, else 0."""
     if random:
         text += " [default: a random one, which the summary and --output report]"
     return click.option(
@@ -319,7 +319,7 @@ def seed(
 
 
 def num_draft_tokens(text: str, *, low: int) -> Option:
-    """``--num-draft-tokens``: a number from ``low`` on, or ``auto``."""
+    """``--num-draft-tokens``: a number, ``low`` or more, or ``auto``."""
 
     def parsed(
         context: click.Context, option: click.Parameter, value: str
@@ -365,7 +365,7 @@ def context(text: str) -> Option:
 
 
 def target(text: str = "MLX model folder, hub id or .gguf file.") -> Option:
-    """``--target``, or ``--model`` as in mlx-lm; checked before any import."""
+    """``--target``, or ``--model`` as in mlx-lm; checked before slow imports."""
 
     def checked(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
         if value is not None and not value.strip():
@@ -384,8 +384,8 @@ class Models:
     """A target, a draft, and how they are loaded.
 
     Args:
-        target, draft: as they were named.
-        spec: the draft; ``None``: no draft.
+        target, draft: their names, as given.
+        spec: the parsed draft; ``None``: no draft.
         loading: further arguments of ``SpecDecoder.from_pretrained``.
     """
 
@@ -409,7 +409,7 @@ class Models:
         trust_remote_code: bool,
         **origins: str | None,
     ) -> Models:
-        """The models that the options name; nothing is loaded.
+        """Parse the models that the options name; nothing is loaded.
 
         Raises:
             click.UsageError: an option is empty, or has no effect without a draft.
@@ -458,8 +458,8 @@ def models(
     """Options of models; the command gets ``models``, see :class:`Models`.
 
     Args:
-        draft_help: help of ``--draft``, or ``--draft-model`` as in mlx-lm.
-        dtype_help: help of ``--dtype``.
+        draft_help: help text of ``--draft`` (or ``--draft-model``, as in mlx-lm).
+        dtype_help: help text of ``--dtype``.
     """
     text = (
         f"{draft_help} [default: none; for the default target {DEFAULT_DRAFT}, which "
@@ -514,10 +514,10 @@ prefix_cache = (
 
 
 def engine(*some: Option, **more: Any) -> Option:
-    """Options of the engine, named as its fields; the command gets ``config``.
+    """Options of the engine, named like its config's fields; a command gets ``config``.
 
     Args:
-        more: values of fields without an option, or in place of an option's default.
+        more: values of fields that have no option, or that replace an option's default.
     """
 
     def read(**values: Any) -> EngineConfig:
@@ -780,10 +780,10 @@ _NAMED = {"temperature": "temp", "logprobs": "top_logprobs"}
 
 
 def with_options(error: ConfigError, command: click.Command) -> ConfigError:
-    """The error, where options of ``command`` replace the names of fields.
+    """The error, with the names of fields replaced by options of ``command``.
 
-    A field is found at the start of the message, ``NAME is VALUE: ...``, or as a word
-    with an underscore; other names are ordinary words too.
+    A field is recognized at the start of the message, ``NAME is VALUE: ...``, or as a
+    word with an underscore; other names could be ordinary words.
     """
     options = {
         option.name: option.opts[0]
@@ -796,6 +796,6 @@ def with_options(error: ConfigError, command: click.Command) -> ConfigError:
         return options.get(_NAMED.get(field, field), field)
 
     message = re.sub(r"^\w+(?= is )", named, str(error))
-    # Not within paths and quotes, which are the user's.
+    # Not within paths and quotes, which contain the user's words.
     message = re.sub(r"(?<![\w./'\"-])[a-z]+(?:_[a-z]+)+(?![\w./'\"-])", named, message)
     return type(error)(message)

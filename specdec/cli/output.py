@@ -1,7 +1,7 @@
-"""Everything the command line prints but results: streams, errors, notes, files.
+"""Everything that the command line prints except results: errors, notes, files.
 
 An error is one line on standard error and an exit code. Text of users and models is
-shown without characters that a terminal acts on.
+shown without control characters.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def open_streams() -> None:
-    """Make streams that are closed usable, and let none fail for a character.
+    """Replace closed streams, and let no stream fail because of a character.
 
-    Standard input is then empty, standard output cannot be written, and messages go
-    nowhere. A file opened later would get the number of a closed stream, and what is
-    meant for the stream.
+    A closed standard input becomes empty, writing to a closed standard output fails,
+    and messages to a closed standard error are dropped. Otherwise a file that is opened
+    later would get a closed stream's number, and the text meant for the stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
             setattr(sys, name, _closed(number, "w" if number else "r"))
         elif number and hasattr(stream, "reconfigure"):
-            # A terminal that lacks a character shows "?" instead of an error.
+            # A character that the terminal's encoding lacks becomes "?", not an error.
             stream.reconfigure(errors="replace")
 
 
 def _closed(number: int, mode: str) -> Any:
     with suppress(OSError):
-        os.fstat(number)  # it is in use by now
+        os.fstat(number)  # the number is in use by now
         return open(os.devnull, mode, encoding="utf-8")
-    # Of standard output, what is written fails: results are not lost in silence.
+    # Writing to standard output must fail, so that results are not lost silently.
     access = os.O_WRONLY if number == 2 else os.O_RDONLY
-    descriptor = os.open(os.devnull, access)  # the lowest that is free
+    descriptor = os.open(os.devnull, access)  # gets the lowest free number
     return open(descriptor, mode, encoding="utf-8")
 
 
 def show(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print lines, without characters that a terminal acts on.
+    """Print lines without control characters.
 
     Args:
-        err: to standard error. What cannot be shown there stops nothing.
+        err: print to standard error. A failure to do so is ignored.
         nl: end the last line.
     """
     lines = "\n".join(map(printable, text.split("\n")))
@@ -82,29 +82,29 @@ def show(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def flush_output() -> None:
-    """Write what standard output still holds."""
+    """Flush standard output."""
     try:
         sys.stdout.flush()
     except OSError as error:
         failed = output_failed(error)
         if isinstance(error, BrokenPipeError):
-            sys.exit(1)  # who read it has had enough
+            sys.exit(1)  # the reader has closed the pipe
         raise failed from error
 
 
 def output_failed(error: OSError) -> click.ClickException:
-    """The error where standard output cannot be written; it is given up."""
+    """The error for a standard output that cannot be written, which is then dropped."""
     drop(sys.stdout)
     return cannot_write("standard output", error)
 
 
 def cannot_write(what: str, error: OSError) -> click.ClickException:
-    """The error where something cannot be written."""
+    """The error for something that cannot be written."""
     return click.ClickException(f"{what} cannot be written: {error.strerror}")
 
 
 def drop(stream: TextIO) -> None:
-    """Let the interpreter's flush at exit go nowhere: it would fail once more."""
+    """Send a stream to /dev/null: the interpreter's flush at exit would fail again."""
     with suppress(OSError):  # a stream without a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -114,16 +114,16 @@ def drop(stream: TextIO) -> None:
 
 
 class OutputFile:
-    """A file of JSON lines; what it holds stays until there is something new.
+    """A file of JSON lines, which keeps its content until :meth:`clear`.
 
-    It is closed with the command.
+    It is closed when the command ends.
 
     Args:
-        option: that names it.
-        prompts_file: which it must not be.
+        option: the option that names the file.
+        prompts_file: the file of prompts, which must be another one.
 
     Raises:
-        click.UsageError: it is that file, or cannot be written.
+        click.UsageError: it is the file of prompts, or cannot be written.
     """
 
     def __init__(self, option: str, path: str, prompts_file: str | None):
@@ -132,7 +132,7 @@ class OutputFile:
         click.get_current_context().call_on_close(self._file.close)
 
     def clear(self) -> None:
-        """Drop what it holds, if it is a file."""
+        """Drop the content, if it is a regular file."""
         if os.path.isfile(self._file.name):
             self._file.truncate(0)
 
@@ -143,7 +143,7 @@ class OutputFile:
             self._file.flush()
         except OSError as error:
             with suppress(OSError):
-                self._file.close()  # what it still holds would fail again later
+                self._file.close()  # its buffer would fail again later
             raise cannot_write(f"{self._option} {self._file.name}", error) from error
 
 
@@ -187,17 +187,17 @@ def show_error(message: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line to standard error that is no error."""
+    """Print a line to standard error that is not an error."""
     show(f"specdec: note: {text}", err=True)
 
 
 def show_interrupted() -> None:
-    """Say so, in the words of commands that keep nothing."""
+    """Report an interrupt, in the words of commands that keep nothing."""
     show("specdec: interrupted", err=True)
 
 
 class _Lines(logging.Handler):
-    """Shows each record as a line; on a terminal one that passes gives way."""
+    """Shows each record as a line; on a terminal, the next replaces a passing one."""
 
     _passing = False
 
@@ -206,7 +206,7 @@ class _Lines(logging.Handler):
         before, self._passing = self._passing, getattr(record, "passing", False)
         on_terminal = sys.stderr.isatty()
         if self._passing and before and not on_terminal:
-            return  # a log has the first, and what comes of it
+            return  # a log gets the first of them, and their outcome
         if before and on_terminal:
             with suppress(OSError):
                 click.echo("\r\x1b[K", err=True, nl=False)
@@ -215,7 +215,7 @@ class _Lines(logging.Handler):
 
 
 def show_warnings(*, notes: bool = True) -> None:
-    """Let warnings of the library, and its notes, appear as lines like the errors."""
+    """Show the library's warnings and notes as lines, like errors."""
     logger = logging.getLogger("specdec")
     if not logger.handlers:
         logger.addHandler(_Lines())
@@ -257,12 +257,12 @@ def _describe(error: Exception) -> tuple[str, int]:
 
 
 def _stray(error: click.UsageError) -> str:
-    """Where words belong that stand alone, if the command takes prompts or settings."""
+    """A hint for stray words, if the command takes prompts or settings."""
     if error.ctx is None or "unexpected extra argument" not in error.message:
         return ""
     settings = error.ctx.params.get("settings") or ()
     if any("[" in each and "]" not in each for each in map(str, settings)):
-        # The shell has cut a list at its blanks.
+        # The shell has split a list at its blanks.
         return ": put the value of --set in quotes, as in --set 'batch=[1, 8]'"
     options = {name for each in error.ctx.command.params for name in each.opts}
     words = error.message.partition("(")[2].rstrip(")").split()
@@ -274,8 +274,8 @@ def _stray(error: click.UsageError) -> str:
 def _unknown(error: click.NoSuchOption) -> str:
     """The error's message, with the option of the closest spelling.
 
-    click's own guess counts the dashes, which all have: of ``--json`` it makes
-    ``--stop``.
+    click's own guess counts the dashes, which all options have: for ``--json`` it
+    suggests ``--stop``.
     """
     message = f"No such option {error.option_name!r}."
     if error.ctx is None:
@@ -297,10 +297,10 @@ def _unknown(error: click.NoSuchOption) -> str:
     return message if found is None else f"{message} Did you mean {known[found]!r}?"
 
 
-# How alike two names are that one typing error makes.
+# The least similarity of two names that differ by one typing error.
 _NEAR = 0.74
 # Options of mlx-lm, vLLM and llama.cpp that have another name here, or no counterpart
-# beside one that is spelt alike.
+# although another option is spelt alike.
 _ELSEWHERE = {
     "ctx-size": None,
     "draft-max": "num-draft-tokens",
@@ -339,19 +339,19 @@ def _is_mlx(error: ImportError) -> bool:
 
 
 def name_of(index: int, records: Sequence[PromptRecord]) -> str:
-    """What a message calls a prompt: by file and line, where it has them."""
+    """A prompt's name for messages: its file and line, if it has them."""
     where = records[index].where
     return f"prompt {index}" if where is None else f"{where} (prompt {index})"
 
 
 def share_text(share: float | None) -> str:
-    """What follows the name of a draft with another vocabulary than the target's."""
+    """A text after a draft's name: how much of the target's vocabulary it shares."""
     return "" if share is None else f", which has {share:.1%} of the target's tokens"
 
 
 @contextmanager
 def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
-    """Within the block, errors of a prompt name its file and line."""
+    """Let errors of a prompt name its file and line within the block."""
     try:
         yield
     except SpecdecError as error:
@@ -363,7 +363,7 @@ def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
 
 
 def command_line() -> str:
-    """What was typed, absolute paths cut to their last part."""
+    """The command line as typed, with absolute paths cut to their last part."""
     return shlex.join(["specdec", *map(short, sys.argv[1:])])
 
 
@@ -378,8 +378,8 @@ def check_extra(what: str, extra: str, *modules: str) -> None:
 def silence_third_parties() -> None:
     """Quiet transformers and the hub, before they are imported.
 
-    What the user has set in the environment stays. A download keeps its
-    progress bar on a terminal: a model can take minutes.
+    Environment variables that the user has set stay as they are. A download keeps its
+    progress bar on a terminal, as a model can take minutes.
     """
     if debugging():
         return

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, a line every so often elsewhere."""
+"""Shows a command's progress: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .output import show
 
 # Seconds between lines: a log of an hour stays readable.
 LINE_SECONDS = 10.0
-# Seconds between looks at whether a line is due while nothing is done.
+# Seconds between checks whether a line is due while nothing is done.
 LOOK_SECONDS = 1.0
-# Seconds for which a time left is good enough.
+# Seconds for which an estimate of the time left is reused.
 _LEFT_SECONDS = 0.5
-# tqdm's own time left follows the last update alone.
+# Without tqdm's own time left, which depends on the last update alone.
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Progress:
     """Shows on standard error how much is done, and the time left.
 
-    It goes on while nothing is done for long, as in a prefill of many rows.
+    It is also updated while nothing is done for long, as in a prefill of many rows.
 
     Args:
-        unit: what is counted, in the singular.
+        unit: the unit that is counted, in the singular.
         total: how many there are; :meth:`show` may change it.
         done: how many an earlier run has done.
         quiet: show nothing.
-        clock: seconds.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._closed.set()
         if self._looking is not None:
             self._looking.join()
         self._bar.close()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Take the bar off the terminal while standard output is written to it."""
+        """Hide the bar while standard output is written to the terminal."""
         if not sys.stdout.isatty():
             return nullcontext()
         context: AbstractContextManager[Any] = self._bar.external_write_mode(
@@ -100,7 +100,7 @@ class Progress:
         note: str | Callable[[], str] = "",
         share: Callable[[], float | None] | None = None,
     ) -> None:
-        """So many more are done; see :meth:`show`."""
+        """Count ``n`` more as done; see :meth:`show`."""
         self.show(self.done + n, what=what, note=note, share=share)
 
     def show(
@@ -112,13 +112,13 @@ class Progress:
         note: str | Callable[[], str] = "",
         share: Callable[[], float | None] | None = None,
     ) -> None:
-        """So many are done.
+        """Show how many are done.
 
         Args:
-            total: of how many, where that changes.
-            what: is being done.
-            note: anything else worth showing, or a function that is asked for it.
-            share: gives how much of the work is done, where units differ in size.
+            total: the new total, if it has changed.
+            what: what is being done.
+            note: anything else worth showing, or a function that returns it.
+            share: gives the share of the work that is done, if units differ in size.
         """
         anew = (total is not None and total != self.total) or done < self.done
         self.done, self.total = done, self.total if total is None else total
@@ -136,7 +136,7 @@ class Progress:
         self._bar.set_description_str(what, refresh=False)
         self._bar.set_postfix_str(self._notes(self._clock()), refresh=False)
         self._bar.update(done - self._bar.n)
-        if what != self._what:  # it may be long before there is more to show
+        if what != self._what:  # the next update may be far away
             self._what = what
             self._bar.refresh()
 
@@ -173,7 +173,7 @@ class Progress:
         return ", ".join(filter(None, [note, self._left]))
 
     def seconds_left(self, now: float) -> float | None:
-        """From the mean speed so far; ``None`` before there is one."""
+        """Seconds left at the mean speed so far; ``None`` while that is not known."""
         share = None
         if self._share is not None:
             share = self._share()
@@ -194,16 +194,16 @@ def _left(seconds: float | None) -> str:
 
 
 class Share:
-    """The share of a run that is done: its tokens over those of all prompts in the end.
+    """The share of a run that is done: tokens so far over all tokens in the end.
 
-    That is estimated from what the first of them came to. The lengths of finished
-    prompts alone would say too little: short ones finish first. So those that run
-    count as longer than they are (Kaplan and Meier 1958); beyond the longest, prompts
-    end at the mean rate so far.
+    The latter are estimated from the lengths of outputs so far. Finished prompts alone
+    would give too little, since short ones finish first. So running prompts count as
+    longer than they are now (Kaplan and Meier 1958). Beyond the longest finished one,
+    prompts end at the mean rate so far.
 
     Args:
-        num_prompts: of the run.
-        most: tokens that a prompt can have.
+        num_prompts: number of prompts in the run.
+        most: the most tokens that a prompt can emit.
     """
 
     def __init__(self, num_prompts: int, most: int) -> None:
@@ -212,7 +212,7 @@ class Share:
         self._running: dict[int, int] = {}
 
     def take(self, index: int, num_tokens: int, *, done: bool) -> None:
-        """Count what a prompt emitted."""
+        """Count tokens that a prompt emitted."""
         self._waiting -= index not in self._running
         tokens = self._running.pop(index, 0) + num_tokens
         if done:
@@ -221,11 +221,11 @@ class Share:
             self._running[index] = tokens
 
     def drop(self, num_prompts: int) -> None:
-        """So many never come."""
+        """Note that ``num_prompts`` prompts will not run."""
         self._waiting -= num_prompts
 
     def __call__(self) -> float | None:
-        """Of 1; ``None`` while no prompt has finished."""
+        """The share, from 0 to 1; ``None`` while no prompt has finished."""
         finished, running = sorted(self._finished), sorted(self._running.values())
         so_far = sum(finished) + sum(running)
         if not so_far or not finished:
@@ -240,7 +240,7 @@ class Share:
         beyond = so_far / len(finished)
 
         def after(start: int) -> float:
-            """Tokens that a prompt has after its first ``start``."""
+            """Tokens that a prompt is expected to emit after its first ``start``."""
             first = next((s for n, s in reversed(steps) if n <= start), 1.0)
             at, alive, tokens = start, 1.0, 0.0
             for length, share in steps:

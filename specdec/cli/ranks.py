@@ -1,8 +1,8 @@
 """Several processes that run one model: started here, or by ``mlx.launch``.
 
 Rank 0 is the command that the user sees: it reads options, prompts and standard input,
-and prints. The others take everything from it, also what to load; whatever their
-command line says, they only follow.
+and prints. The others take everything from it, also the names of the models. Whatever
+their command line says, they only follow.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def tensor_parallel() -> options.Option:
 def load(
     tensor_parallel: int | None, **settings: Any
 ) -> tuple[SpecDecoder, Leader | None]:
-    """The decoder of rank 0, or of the only process; the other ranks load theirs.
+    """Load the decoder of rank 0, or of the only process; other ranks load theirs.
 
     Args:
-        settings: of :meth:`specdec.SpecDecoder.from_pretrained`.
+        settings: arguments of :meth:`specdec.SpecDecoder.from_pretrained`.
 
     Returns:
-        The decoder, and rank 0 where there are others.
+        The decoder, and rank 0's view of the ranks if there are others.
 
     Raises:
-        click.UsageError: there are not so many ranks, or devices.
+        click.UsageError: there are too few ranks or devices.
         SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`.
     """
     from ..decoder import SpecDecoder
@@ -72,24 +72,24 @@ def load(
 
 
 def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:
-    """Take a SIGTERM as a Ctrl-C; mlx.launch sends it when another rank has ended."""
+    """Treat SIGTERM like Ctrl-C; mlx.launch sends it when another rank has ended."""
     if leader.failure is None:
         raise KeyboardInterrupt
 
 
 def last_words(leader: Leader | None, say: Callable[..., None]) -> None:
-    """Set what is printed if a rank ends while the main thread waits for it.
+    """Set the report for a rank that ends while the main thread waits for it.
 
     Args:
-        say: called in another thread with ``lost``, the error.
+        say: called in another thread, with the error as ``lost``.
     """
     if leader is not None:
         leader.last_words = lambda error: say(lost=error)
 
 
 def follow() -> NoReturn:
-    """On another rank than 0, do what rank 0 does; nothing is printed."""
-    # A Ctrl-C ends rank 0, and that ends this one.
+    """On a rank other than 0, do what rank 0 does; nothing is printed."""
+    # A Ctrl-C ends rank 0, which ends this rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from ..decoder import SpecDecoder
 
@@ -101,13 +101,13 @@ def follow() -> NoReturn:
             settings: dict[str, Any] = ranks.decide("models", dict)
             decoder = SpecDecoder.from_pretrained(**settings, ranks=ranks)
         decoder.follow()
-    except Exception:  # which rank 0 has heard of
+    except Exception:  # rank 0 reports it
         sys.exit(FAILURE)
     sys.exit()
 
 
 def _join(wanted: int | None) -> Ranks | None:
-    """All ranks of this run, started if need be; ``None``: this process is alone."""
+    """Join the ranks of this run, and start them if needed; ``None``: no others."""
     with ExitStack() as until_joined:
         if launched_rank() is None:
             if wanted in (None, 1):
@@ -125,7 +125,7 @@ def _join(wanted: int | None) -> Ranks | None:
 
 
 def _start(size: int, until_joined: ExitStack) -> None:
-    """Start the other ranks on this machine, one a device."""
+    """Start the other ranks on this machine, one per device."""
     from ..backend import defaults
 
     environment: dict[str, str] = {}
@@ -165,7 +165,7 @@ def _start(size: int, until_joined: ExitStack) -> None:
             env=own,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            process_group=0,  # a Ctrl-C is for rank 0
+            process_group=0,  # Ctrl-C must reach only rank 0
         )
         started.append(process)
         threading.Thread(
@@ -175,7 +175,7 @@ def _start(size: int, until_joined: ExitStack) -> None:
 
 
 def cuda_devices() -> list[str]:
-    """What CUDA calls the devices that this process may use."""
+    """CUDA's names of the devices that this process may use."""
     import mlx.core as mx
 
     count = mx.device_count(mx.DeviceType.gpu)
@@ -186,7 +186,7 @@ def cuda_devices() -> list[str]:
 def _watch(
     rank: int, process: subprocess.Popen[bytes], joined: threading.Event
 ) -> None:
-    """End this process if another rank ends before they have met."""
+    """End this process if another rank ends before all have connected."""
     code = process.wait()
     if not joined.is_set():
         show_error(f"rank {rank} ended with code {code} before it had begun")

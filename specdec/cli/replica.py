@@ -1,7 +1,7 @@
 """One replica of ``specdec serve --replicas``: ``python -m specdec.cli.replica``.
 
-It reads what to serve from its standard input, serves it at a Unix socket, and ends
-when its standard input does: no replica outlives the process that started it.
+It reads from its standard input what to serve, serves it at a Unix socket, and ends
+when its standard input closes: so no replica outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """The variables that give each of so many replicas a device of its own.
+    """Environment variables that give each of ``count`` replicas its own device.
 
-    Where there are fewer devices, several replicas share one.
+    If there are fewer devices, several replicas share one.
     """
     from ..backend import defaults
 
@@ -48,13 +48,13 @@ def command(
     index: int,
     path: str,
 ) -> Command:
-    """How replica ``index`` is started, to listen at ``path``.
+    """The command that starts replica ``index``, which listens at ``path``.
 
-    Those that share a device share its memory, unless a limit was named.
+    Replicas that share a device share its memory, unless a limit was named.
 
     Args:
         loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`.
-        config: of the server; keys and origins are checked before its replicas.
+        config: the server's config; the front checks its keys and origins.
     """
     from ..server.replicas import Command
 
@@ -66,8 +66,8 @@ def command(
 
 
 def main() -> int:
-    """Serve until the parent or a signal ends it; the exit code."""
-    # What a library prints is no line for the parent.
+    """Serve until the parent or a signal ends the process; return the exit code."""
+    # Output that a library prints must not reach the parent.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     path, loading, config, sharing = pickle.load(sys.stdin.buffer)
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def within_share(config: EngineConfig | None, sharing: int) -> EngineConfig:
-    """The config of one of so many replicas on a device."""
+    """The config of one of ``sharing`` replicas that share a device."""
     from .. import backend
 
     config, size = config or EngineConfig(), backend.memory_size()
@@ -113,7 +113,7 @@ def _serve(
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # not by sys.stdin: the interpreter could not close it
+    os.read(0, 1)  # not sys.stdin, which could not be closed at exit
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""Requests as lines of JSON: the settings in one, and OpenAI's form of its result."""
+"""Requests as JSON lines: a line's settings, and its result in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from ..prompts import PromptRecord
 from ..sampling_params import FILTERS, JSON_SETTINGS, SamplingParams
 from ..utils.printable import shorten
 
-# What the output has to follow; one of them.
+# Keys for the grammar that the output has to follow; a line may have one of them.
 _GRAMMARS = frozenset({"grammar", "json_schema", "regex", "response_format"})
-# What others call them.
+# Other programs' names of settings.
 _ALIASES = {
     "temp": "temperature",
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
 }
-# What OpenAI's requests have beside settings; none of them changes the text.
+# Keys of OpenAI's requests that are not settings and do not change the text.
 _NO_SETTINGS = frozenset(
     {"metadata", "model", "service_tier", "store", "stream", "stream_options", "user"}
 )
-# How alike a key and the one that was meant are.
+# The least similarity of a misspelt key to the key that was meant.
 _NEAR = 0.8
 
 
 def requests_of(
     records: Sequence[PromptRecord], params: SamplingParams
 ) -> SamplingParams | list[SamplingParams]:
-    """The parameters of each line: ``params``, changed by its own settings.
+    """The parameters of each line: ``params``, changed by the line's own settings.
 
-    A line without a seed of its own draws with the seed of ``params`` plus its index.
+    A line without its own seed draws with the seed of ``params`` plus its index.
     """
     each = [_settings_of(record) for record in records]
     if not any(each):
@@ -46,13 +46,13 @@ def requests_of(
     found = []
     for record, settings in zip(records, each, strict=True):
         at_zero = settings.get("temperature") == 0
-        # They would be refused.
+        # At temperature 0 they would be refused.
         reset = {name: _default(name) for name in FILTERS if at_zero}
         try:
             found.append(params.updated(reset | settings))
         except ConfigError as error:
             raise PromptFileError(f"{record.where}: {error}") from error
-    # One number for all lines that draw and have none.
+    # One random seed for all lines that sample and have none.
     unseeded = (p for p, s in zip(found, each, strict=True) if _needs_seed(p, s))
     first = next(unseeded, params).seeded().seed
     return [
@@ -66,7 +66,7 @@ def _needs_seed(params: SamplingParams, settings: Mapping[str, Any]) -> bool:
 
 
 def ignored_keys(records: Iterable[PromptRecord]) -> list[str]:
-    """Keys of the lines that have no effect, with what one may have been meant for."""
+    """Keys of lines that have no effect, with the setting that may have been meant."""
     keys = {key for record in records for key in record.fields}
     known = JSON_SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
     found = []
@@ -81,7 +81,7 @@ def _default(name: str) -> Any:
 
 
 def _settings_of(record: PromptRecord) -> dict[str, Any]:
-    """The settings in a line, by their own names; null is none."""
+    """The settings in a line, by the names of their fields; null means not set."""
     settings: dict[str, Any] = {}
     for key in sorted(_GRAMMARS & record.fields.keys()):
         if record.fields[key] is None:
@@ -114,15 +114,15 @@ def _settings_of(record: PromptRecord) -> dict[str, Any]:
             continue
         if name == "logit_bias" and isinstance(value, dict):
             value = {_token(token): bias for token, bias in value.items()}
-        if name == "logprobs" and type(value) is int:  # as /v1/completions has it
+        if name == "logprobs" and type(value) is int:  # the form of /v1/completions
             settings["top_logprobs"], value = value, True
         settings[name] = value
     return settings
 
 
 def _grammar_of(key: str, value: Any) -> Grammar | None:
-    """What the output has to follow, as the options of the same names have it."""
-    if key == "response_format":  # OpenAI's
+    """The grammar that the output has to follow, as in the options of these names."""
+    if key == "response_format":  # OpenAI's form
         if value["type"] == "text":
             return None
         if value["type"] == "json_object":
@@ -135,12 +135,12 @@ def _grammar_of(key: str, value: Any) -> Grammar | None:
     return Grammar.regex(value) if key == "regex" else Grammar.lark(value)
 
 
-# Lines mostly have the same one.
+# Most lines have the same grammar.
 _check = lru_cache(maxsize=64)(check_grammar)
 
 
 def _token(text: str) -> int | str:
-    """A key of JSON as the token id that it is; anything else is refused later."""
+    """A JSON key as a token id; any other key is left as it is, and refused later."""
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
@@ -161,7 +161,7 @@ def openai_line(
     line: dict[str, object] = {"id": f"batch_req_{uuid4().hex}", "custom_id": named}
     if result.finish_reason == "error":
         error = {"code": "invalid_request", "message": result.error}
-        if result.prompt_tokens:  # it was taken in
+        if result.prompt_tokens:  # the prompt was accepted
             error["code"] = "server_error"
         return {**line, "response": None, "error": error}
     body = {

@@ -1,4 +1,4 @@
-"""``specdec run --resume``: the results that an output file has already."""
+"""``specdec run --resume``: finds the results that an output file already has."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from ..utils.records import first_difference
 from .options import Models
 from .output import cannot_write
 
-# Of a request, what its text does not depend on. Its seed is a field of a result.
+# Settings that are not compared: the text does not depend on the salt, and the seed is
+# a field of the result.
 _BESIDE = frozenset({"seed", "cache_salt"})
-# What it depends on where draft tokens are accepted by a ratio rule.
+# Settings that matter only if draft tokens are accepted by a ratio rule.
 _DRAFTING = frozenset({"draft", "draft_adapter_path", "num_draft_tokens"})
-# Characters of a value that is written as it is.
+# The most characters of a value that is written as it is, not as a digest.
 _MOST = 80
 
 
 def common_of(
     models: Models, config: EngineConfig, encoding: Encoding
 ) -> dict[str, Any]:
-    """Of all results: their models, and how they are run and asked."""
+    """The settings that all results share: models, config and prompt encoding."""
     loaded = ("dtype", "adapter_path", "revision", "chat_template")
     return {
         "target": _whole(target_name(models.target)),
@@ -53,7 +54,7 @@ def _whole(name: str) -> str:
 
 
 def _drafting(models: Models, config: EngineConfig) -> dict[str, Any]:
-    """The draft, and how many tokens it proposes; nothing where there is none."""
+    """The draft, and how many tokens it proposes; empty without a draft."""
     if (spec := models.spec) is None:
         return {}
     adapter = models.loading.get("draft_adapter_path")
@@ -66,19 +67,19 @@ def _drafting(models: Models, config: EngineConfig) -> dict[str, Any]:
 
 
 def settings_of(params: SamplingParams, common: Mapping[str, Any]) -> dict[str, Any]:
-    """What a text comes from beside prompt and seed: all that is not as by default.
+    """The settings that a text depends on, except defaults, prompt and seed.
 
     Args:
-        common: of :func:`common_of`; what is ``None``, false or 0 is as by default.
+        common: from :func:`common_of`; ``None``, false and 0 are defaults.
 
     Returns:
-        Values as JSON has them; of long ones a digest.
+        Values as in JSON; long ones are replaced by a digest.
     """
     own = {each.name: getattr(params, each.name) for each in fields(params)}
     default = {each.name: each.default for each in fields(params)}
     own = {key: value for key, value in own.items() if value != default[key]}
     chosen = {key: value for key, value in common.items() if value} | own
-    # By these rules the draft has a part in which of its texts a seed gives.
+    # With the ratio rules, the text that a seed gives depends on the draft, too.
     by_ratio = params.draws and params.verification != "coupled"
     beside = _BESIDE if by_ratio else _BESIDE | _DRAFTING
     return {k: _short(value) for k, value in chosen.items() if k not in beside}
@@ -96,17 +97,17 @@ def _short(value: object) -> object:
 def keep_finished(
     path: str, records: Sequence[PromptRecord], settings: Sequence[Mapping[str, Any]]
 ) -> set[int]:
-    """Indices of the prompts that a file of ``--output`` has an answer to.
+    """The indices of the prompts that a file of ``--output`` has answers to.
 
-    Lines of prompts that failed, or whose end is not there, are taken out of the file.
+    Lines of prompts that failed, and incomplete lines, are removed from the file.
 
     Args:
-        settings: for each prompt what :func:`settings_of` says; a seed, where one was
-            asked for.
+        settings: the result of :func:`settings_of` for each prompt, with the seed if
+            one was asked for.
 
     Raises:
-        click.UsageError: it is of other prompts or settings, or cannot be read.
-        click.ClickException: it cannot be written.
+        click.UsageError: the file has other prompts or settings, or cannot be read.
+        click.ClickException: the file cannot be written.
     """
     try:
         with open_plain(path) as file:
@@ -124,7 +125,7 @@ def keep_finished(
         except DataError:
             if number < len(lines):
                 raise _foreign(path, number, "is no result") from None
-            continue  # the write of the last one was cut
+            continue  # the last line is incomplete
         if row is None:
             continue
         index = row.get("index") if isinstance(row, dict) else None
@@ -148,10 +149,10 @@ def keep_finished(
 
 
 def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
-    """What a result was made with that is not asked for now, in words."""
+    """How a result's settings differ from those asked for now, in words."""
     made = row.get("settings")
     if not isinstance(made, dict):
-        return None  # of a version that did not write them
+        return None  # written by a version without settings
     if (seed := row.get("seed")) is not None and "seed" in asked:
         made = {**made, "seed": seed}
     else:

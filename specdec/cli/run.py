@@ -1,4 +1,4 @@
-"""``specdec run``: decode prompts; text to standard output, the rest beside it."""
+"""``specdec run``: decodes prompts. Only text goes to standard output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ..parallel import Leader
     from ..ray.job import RayJob
 
-# Seconds after which a pipe that brings nothing is named.
+# Seconds after which a note says that a pipe has brought nothing.
 _PATIENCE = 2.0
 
 
@@ -182,7 +182,7 @@ def run(
       specdec run --draft self:4bit --prompts questions.jsonl --output out.jsonl
       cat report.txt | specdec run --prompt "Summarize:"
     """  # noqa: D301 - click's mark for lines to keep
-    # What can be wrong is found here, before a model is loaded.
+    # Errors are found here as far as possible, before a model is loaded.
     raw = encoding["ignore_chat_template"]
     if chat_template is not None:
         if raw:
@@ -202,7 +202,7 @@ def run(
     turns = sum(len(record.turns) for record in records)
     _check_together(turns, raw=raw)
     if turns and config.prefix_cache_memory is None:
-        # What a turn says again of the one before is not computed again.
+        # A turn repeats the turns before it, which need not be computed again.
         config = replace(config, prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY)
     asked = requests if isinstance(requests, list) else [requests] * len(records)
     common = common_of(models, config, encoding)
@@ -257,7 +257,7 @@ def run(
     sink = Sink(records, output, progress.aside, line_of, done)
 
     def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
-        """Close what is open, and report how it ended."""
+        """Close the outputs, and report how the run ended."""
         sink.close()
         progress.close()
         for index, error in sorted(sink.errors.items()):
@@ -313,10 +313,10 @@ def run(
 
 
 def _check_together(turns: int, *, raw: bool) -> None:
-    """Refuse options that do not go with each other.
+    """Refuse options that do not go together.
 
     Args:
-        turns: of the user, after the first of each prompt.
+        turns: number of user turns after the first ones of the prompts.
         raw: the chat template is ignored.
     """
     output, resumed, ray = map(given, ("output_file", "resumed", "ray"))
@@ -363,7 +363,7 @@ def _check_together(turns: int, *, raw: bool) -> None:
 def _note_what_does_nothing(
     draft: str | None, requests: SamplingParams | list[SamplingParams]
 ) -> None:
-    """Name an option without effect, or with another than many expect."""
+    """Name options that have no effect, or not the effect that many expect."""
     each = requests if isinstance(requests, list) else [requests]
     notes = []
     if options.is_given("seed") and not any(params.draws for params in each):
@@ -382,13 +382,13 @@ def _note_what_does_nothing(
 def _collect(
     texts: Sequence[str], file: str | None, *, quiet: bool
 ) -> list[PromptRecord]:
-    """The prompts of ``--prompt`` and ``--prompts``; without any, standard input's.
+    """The prompts of ``--prompt`` and ``--prompts``, or else of standard input.
 
-    What is piped to standard input is appended to the prompts of ``--prompt``, where
-    neither another prompt nor ``--prompts`` reads it.
+    Text piped to standard input is appended to the prompts of ``--prompt``, unless
+    another prompt or ``--prompts`` reads it.
 
     Raises:
-        click.UsageError: there are none, or standard input is asked for twice.
+        click.UsageError: there are no prompts, or standard input is asked for twice.
         PromptFileError: see :func:`~specdec.prompts.read_records`.
     """
     if not all(text.strip() for text in texts):
@@ -425,7 +425,7 @@ def _typed(text: str) -> PromptRecord:
 
 
 def _piped(*, quiet: bool) -> str:
-    """What comes after the prompts: standard input, unless that is a terminal."""
+    """The text to append to prompts: standard input, unless that is a terminal."""
     if sys.stdin.isatty() or launched_rank() is not None:
         return ""
     with suppress(OSError, ValueError):  # a stream without a descriptor
@@ -437,7 +437,7 @@ def _piped(*, quiet: bool) -> str:
 
 
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
-    """A warning of fixed draft lengths on a CPU."""
+    """A warning about fixed draft lengths on a CPU."""
     from ..backend import defaults
 
     if num_draft_tokens == "auto" or defaults().name != "cpu":
@@ -449,15 +449,15 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 class _Here:
-    """A job of this process, and of other ranks if there are any.
+    """A job that this process runs, with other ranks if there are any.
 
     Args:
-        leader: this rank, where there are others.
+        leader: rank 0's view of the ranks, if there are others.
 
     Attributes:
-        target_name, draft_name: for reports.
-        by: who decodes, where it is not this process alone.
-        max_draft_tokens: most tokens of a round.
+        target_name, draft_name: the models' names, for reports.
+        by: a text that names the ranks, if there are others.
+        max_draft_tokens: the most tokens that a round proposes.
     """
 
     def __init__(self, decoder: SpecDecoder, leader: Leader | None):
@@ -469,7 +469,7 @@ class _Here:
 
     @property
     def stats(self) -> RunStats:
-        """Of what has run so far."""
+        """Totals so far."""
         return self._decoder.stats
 
     def events(
@@ -495,7 +495,7 @@ class _Here:
 
 
 def _under_way(job: _Here | RayJob) -> dict[str, Any]:
-    """What progress says: a rate once there is one."""
+    """What progress shows while rounds run: rates, once they are known."""
     stats = job.stats
     if not stats.decode_seconds:
         return _at_first(job)
@@ -504,12 +504,12 @@ def _under_way(job: _Here | RayJob) -> dict[str, Any]:
 
 
 def _at_first(job: _Here | RayJob) -> dict[str, Any]:
-    """What progress says until rounds run."""
+    """What progress shows until rounds run."""
     if not isinstance(job, _Here):
         return {"what": "workers start"}
 
     def prefilled() -> str:
-        # Asked for while nothing else happens, as in the prefill of a long prompt.
+        # A function, as it is called while nothing else happens (a long prefill).
         return f"{counted(job.stats.prefill_tokens, 'token')} prefilled"
 
     return {"what": "prefill", "note": prefilled}
@@ -521,7 +521,7 @@ def _summary(
     requests: Sequence[SamplingParams],
     num_failed: int,
 ) -> str:
-    """What was done, in lines."""
+    """A summary of the run, in lines."""
     from ..model_names import short
 
     stats, draft = job.stats, job.draft_name
@@ -554,7 +554,7 @@ def _summary(
         of_each = "the first" if stats.prefilled == 1 else "the first of each prompt"
         rounds = counted(stats.rounds, "round")
         lines["decode"] = f"{tokens} after {of_each}, {rounds}, {rate:.1f} tokens/s"
-    elif stats.row_rounds:  # of workers, whose rounds overlap
+    elif stats.row_rounds:  # rounds of workers overlap
         took = f"{stats.decode_seconds:.1f} s, workers' start included"
         lines["decode"] = f"{tokens} in {took}, {rate:.1f} tokens/s"
     if stats.drafted:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 
-#: Seconds that answers have where a rank of the target has ended.
+#: Seconds that answers have to end once a rank of the target has ended.
 _ANSWERING = 1.0
 
 
@@ -256,7 +256,7 @@ def _serve_here(
 
 
 def _answer(app: Starlette, *, lost: RankError) -> None:
-    """Answer open requests: the engine waits for a rank that has ended."""
+    """Answer open requests with the error, as the engine waits for a lost rank."""
     if (service := getattr(app.state, "service", None)) is not None:
         service.engine.fail(lost)
         time.sleep(_ANSWERING)
@@ -271,7 +271,7 @@ def _serve_by(
     *,
     quiet: bool,
 ) -> None:
-    """Serve by replicas."""
+    """Serve with replicas."""
     from ..server.front import make_front
     from ..server.replicas import FirstReplicaError, Replicas
     from ..server.running import run, url_of
@@ -293,7 +293,7 @@ def _serve_by(
     app = make_front(replicas, config)
     failure = run(app, config.stop_timeout, listener, started, stopping)
     if isinstance(failure, FirstReplicaError) and failure.code is not None:
-        sys.exit(failure.code)  # it has said why
+        sys.exit(failure.code)  # the replica has said why
     if failure is not None:
         raise failure
 
@@ -323,7 +323,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def described(decoder: Any) -> str:
-    """What a decoder serves, in a line."""
+    """A line that says what a decoder serves."""
     from ..model_names import short
 
     draft = short(decoder.draft_name) if decoder.draft_name else "no draft"

@@ -1,6 +1,6 @@
 """Results of ``specdec run``: text to standard output, JSON lines to a file.
 
-With ``--resume``, those that the file has are not decoded again.
+With ``--resume``, results that the file already has are not decoded again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from .output import OutputFile, output_failed
 class Sink:
     """Takes stream events; finished results are kept, whatever happens next.
 
-    One prompt is streamed as it comes. Several are written whole, each under a
-    header line, in the order of the prompts; the JSON lines in the order in
-    which the prompts finish. Standard output is written within ``aside()``.
+    A single answer is streamed. Several are written whole, each under a header line, in
+    the order of the prompts. JSON lines are written in the order in which prompts
+    finish. Standard output is written within ``aside()``.
 
     Args:
-        done: indices of prompts whose results the file has already; without any, what
-            it holds is replaced.
+        done: indices of prompts whose results the file already has. If there are none,
+            the file's content is replaced.
 
     Attributes:
-        finished: results taken.
-        errors: of prompts that ended with one, by their index.
-        dropped: turns that never come, as the answer before them failed or was cut.
+        finished: number of results taken.
+        errors: errors of prompts that ended with one, by the prompt's index.
+        dropped: number of turns that will not come, as the answer before them failed or
+            was cut.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Sink:
         self._next = 0
         self._line_open = False
         self._stdout_failed = False
-        self._ended: set[int] = set()  # no more answers come to these prompts
+        self._ended: set[int] = set()  # prompts that get no more answers
         self.finished = 0
         self.errors: dict[int, str] = {}
         self.dropped = 0
@@ -101,7 +102,7 @@ class Sink:
             self._write("\n")
 
     def _write_blocks(self, index: int) -> None:
-        """Write the answers to a prompt that wait, each under its header."""
+        """Write a prompt's answers that have waited, each under its header."""
         record = self._prompts[index]
         for result in self._waiting[index]:
             said, number = record.prompt, str(index)
@@ -128,7 +129,7 @@ class Sink:
 
 
 def line_of_result(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
-    """A line of ``--output``."""
+    """A result's line of ``--output``."""
     fields = result.to_dict()
     if record.turns:
         fields = {"index": result.index, "turn": result.turn, **fields}
@@ -138,7 +139,7 @@ def line_of_result(result: GenerationResult, record: PromptRecord) -> dict[str, 
 
 
 def _for_terminal(text: str) -> str:
-    """A model's text; on a terminal, without characters that it acts on."""
+    """A model's text, without control characters if it goes to a terminal."""
     if not sys.stdout.isatty():
         return text
     kept = "\n\t"

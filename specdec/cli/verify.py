@@ -1,4 +1,4 @@
-"""``specdec verify``: the engine beside plain decoding, and a verdict."""
+"""``specdec verify``: compares the engine with plain decoding, and gives a verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Enough rounds for caches to be written, trimmed and written again many times.
 DEFAULT_MAX_TOKENS = 64
-# Fixed, so that a certificate can be made again.
+# Fixed, so that a certificate can be reproduced.
 DEFAULT_NUM_DRAFT_TOKENS = 3
 # A row's first token, a round of all its draft tokens, and the round after it.
 TOKENS_BEYOND_DRAFT = 3

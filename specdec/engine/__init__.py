@@ -1,1 +1,1 @@
-"""Requests in, tokens out: which rows run, one step after another."""
+"""Requests in, tokens out: decides which rows run, step by step."""

@@ -1,7 +1,8 @@
 """Checks whether a run fits in memory before it begins. No mlx here.
 
 Models are checked before they are loaded, requests when they are added, and rows before
-they join. What can never fit is refused with the numbers; what does not fit yet waits.
+they join. A request that can never fit is refused, and the message has the numbers. A
+row that does not fit yet waits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Preflight:
         """Refuse models that leave no room for the smallest request.
 
         Raises:
-            MemoryLimitError: with both numbers.
+            MemoryLimitError: they do not fit; the message has both numbers.
         """
         smallest = RowNeeds(1, 1)
         needed, weights = self.plan.peak([smallest]), self.plan.weight_bytes
@@ -51,7 +52,7 @@ class Preflight:
         """Refuse a request that does not fit even alone.
 
         Raises:
-            MemoryLimitError: with the numbers.
+            MemoryLimitError: it does not fit; the message has the numbers.
         """
         row = row_needs(prompt_tokens, params)
         needed = self.plan.peak([row])
@@ -81,14 +82,14 @@ class Preflight:
 
 
 def _needs_of(request: Request) -> RowNeeds:
-    """What a request needs; computed once, as it is asked for whenever rows join."""
+    """The memory that a request needs; cached, as every join of rows asks for it."""
     if not isinstance(request.needs, RowNeeds):
         request.needs = row_needs(len(request.prompt_tokens), request.params)
     return request.needs
 
 
 def row_needs(prompt_tokens: int, params: SamplingParams) -> RowNeeds:
-    """What a request with these parameters needs."""
+    """The memory that a request with these parameters needs."""
     return RowNeeds(prompt_tokens, params.max_tokens, _choosing(params))
 
 

@@ -3,8 +3,8 @@
 The thread owns the session, since MLX's streams belong to the thread that made them,
 and a round would block the event loop. Requests and cancels reach it through a queue;
 events go back to the loop once a step. Prompts are tokenized in another thread, in the
-order they came, so that a long one blocks neither rows nor loop. Grammars are compiled
-in several more threads, so that nothing waits for a slow one.
+order they came, so that a long prompt blocks neither rows nor loop. Grammars are
+compiled in several more threads, so that nothing waits for a slow grammar.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Ticket:
-    """What the threads share of a request, until it is one of the session's.
+    """A request's state that the threads share until the session has the request.
 
     The event loop reads ``inbox`` and sets ``left``. The tokenizing thread calls
     ``encode``, a compiling thread sets ``grammar``, the session's thread ``index``.
@@ -104,7 +104,7 @@ class _Lane:
 
     def _run(self) -> None:
         for work in iter(self._works.get, None):
-            with suppress(RuntimeError):  # the loop has gone, and all who could hear
+            with suppress(RuntimeError):  # the loop has ended, and its readers
                 work()
         self._works.put(None)  # for the next thread
         with self._lock:
@@ -119,7 +119,7 @@ class _Worker(threading.Thread):
 
     Args:
         open_session: called in the thread.
-        loop: that of the requests' readers.
+        loop: the event loop of the requests' readers.
         receive: called in the loop with events and errors of requests.
         receive_end: called in the loop at the end, with the engine's error, if there
             was one.
@@ -186,7 +186,7 @@ class _Worker(threading.Thread):
         self._compilations.put(partial(self._call, work, future))
 
     def cut(self, request: _Ticket) -> None:
-        """End a request with the tokens it has; the next step has its last event."""
+        """End a request with the tokens it has; the next step gives its last event."""
         request.cut = True
         self._commands.put(partial(self._cancel, request))
 
@@ -203,7 +203,7 @@ class _Worker(threading.Thread):
 
     def give_up(self, failure: BaseException | None) -> None:
         """Tell the loop that nothing more will come; called by any thread."""
-        with suppress(RuntimeError):  # the loop has gone, and all who could hear
+        with suppress(RuntimeError):  # the loop has ended, and its readers
             self._loop.call_soon_threadsafe(self._receive_end, failure)
 
     # -- in the tokenizing and the compiling thread ------------------------
@@ -279,7 +279,7 @@ class _Worker(threading.Thread):
     def _end(self) -> None:
         """End the thread when the process ends."""
         self.close()
-        self._commands.put(self._end_of_prompts)  # nobody hears of the last ones
+        self._commands.put(self._end_of_prompts)  # the last prompts have no readers
         self.join(_PATIENCE)
 
     def _serve(self) -> None:
@@ -294,7 +294,7 @@ class _Worker(threading.Thread):
                 self._report(session.step())
                 self._look(session)
             except BaseException:
-                with suppress(Exception):  # what had ended in the step that failed
+                with suppress(Exception):  # requests that ended in the failed step
                     self._report(session.step())
                 raise
 
@@ -362,7 +362,7 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 
 @contextmanager
 def _stream() -> Iterator[None]:
-    """A stream of this thread's own, as the default."""
+    """Make a stream of this thread's own the default within the block."""
     device = mx.default_device()
     idle = _idle_streams[str(device)]
     try:
@@ -373,7 +373,7 @@ def _stream() -> Iterator[None]:
     try:
         yield
     except RankError:
-        raise  # what waits for a rank that has ended may never be computed
+        raise  # waiting for a rank that has ended could take for ever
     except BaseException:
         _settle_stream(stream)
         raise
@@ -463,7 +463,7 @@ class Server:
 
     @property
     def pending(self) -> int:
-        """Requests that have not ended and whose readers have not left."""
+        """How many requests have not ended and still have readers."""
         return len(self._open)
 
     @property
@@ -493,7 +493,7 @@ class Server:
 
         Raises:
             ServerError: the server is not open, or closes meanwhile.
-            Exception: what ``work`` raises.
+            Exception: whatever ``work`` raises.
         """
         worker = self._checked_worker()
         future: asyncio.Future[T] = self._future()
@@ -531,9 +531,9 @@ class Server:
     ) -> AsyncGenerator[StreamEvent, None]:
         """Decode a prompt, yielding what it emits; the last event has its result.
 
-        Leaving the loop, or cancelling the task, cancels the request once the generator
-        is closed. :func:`contextlib.aclosing` closes it at once, Python as soon as
-        nobody holds it.
+        If the caller leaves its loop or its task is cancelled, the request is cancelled
+        once the generator is closed. :func:`contextlib.aclosing` closes it at once;
+        Python closes it as soon as nothing refers to it.
 
         Args:
             prompt: a string, chat messages or token ids, as for

@@ -41,7 +41,7 @@ def models_of(
     backend: BackendDefaults,
     store: PrefixStore | None,
 ) -> Models:
-    """The runner of the target, and the drafter."""
+    """The target's runner, and the drafter."""
 
     def runner(model: LoadedModel) -> ModelRunner:
         own = backend
@@ -105,7 +105,7 @@ def load_drafter(
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> NamedDrafter | None:
-    """Load what a draft needs.
+    """Load a draft.
 
     Returns:
         ``None`` if no draft is wanted. The default draft is left out, with a warning,

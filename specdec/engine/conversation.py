@@ -1,4 +1,4 @@
-"""Conversations side by side: a turn begins when the answer before it has ended."""
+"""Concurrent conversations: a turn begins when the answer before it has ended."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Conversation:
     """A conversation so far, and the turns of the user that are still to come.
 
     Args:
-        number: its index in events and results.
-        prompt: what was added to the session last; chat messages if turns follow.
+        number: the conversation's index in events and results.
+        prompt: the prompt added to the session last; chat messages if turns follow.
         left: the turns to come.
         params: how to decode every turn.
         turn: number of the turn that is being answered, from 0.
@@ -43,9 +43,9 @@ def converse(
     """Decode conversations to their end, yielding events by conversation and turn.
 
     Args:
-        session: has the first turn of each.
-        talks: the conversations by the index of their request; those that end are
-            removed.
+        session: has the first turn of each conversation.
+        talks: the conversations by the index of their request; conversations that end
+            are removed.
         encoding: how to encode every turn.
     """
     begun = encoding.get("prefill_response") or ""

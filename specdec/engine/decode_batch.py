@@ -37,12 +37,12 @@ class DecodeBatch:
     """Rows that decode in lockstep, each keeping what was accepted for it.
 
     Between rounds the target's cache holds all committed tokens of a row but the
-    last: that one is the first input of the next verification. The cache of an idle
-    slot is empty.
+    last, which is the first input of the next verification. The cache of an idle slot
+    is empty.
 
     Args:
         target: runs the target model.
-        drafter: proposes; ``None`` decodes plainly.
+        drafter: proposes tokens; ``None`` decodes plainly.
         rows: the first rows, one or more; none has tokens yet.
         length: chooses k, the number of tokens that a round proposes.
         backend: how to shape rounds.
@@ -112,8 +112,8 @@ class DecodeBatch:
     def _wants_draft(self) -> bool:
         """Whether the drafter needs to know the rows.
 
-        One that reads hidden states needs all of them: a prompt's states are there
-        only while it is prefilled.
+        A drafter that reads hidden states needs all rows: a prompt's hidden states
+        exist only while the prompt is prefilled.
         """
         sees = self._target.runner.recorder is not None
         return self._drafter is not None and (
@@ -121,7 +121,7 @@ class DecodeBatch:
         )
 
     def _begin_draft(self) -> DraftRows:
-        """The drafter's rows; one that is not drafted for has only its last token."""
+        """The drafter's rows; a row that is not drafted for has only its last token."""
         assert self._drafter is not None
         texts = []
         for s in self.slots:
@@ -143,12 +143,12 @@ class DecodeBatch:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of the prompts so far: computed, or found in the prefix store."""
+        """Prompt tokens prefilled so far: computed, or found in the prefix store."""
         return sum(self._target.done)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the target's caches and of what the drafter keeps."""
+        """Bytes of the target's caches and of the drafter's state."""
         draft = 0 if self._draft is None else self._draft.nbytes
         return self._target.nbytes + draft
 
@@ -181,7 +181,7 @@ class DecodeBatch:
             yield from self._draft.prefill()
 
     def _following(self) -> mx.array:
-        """For each token of the prompts' last chunk, the one after it, shape (B, S)."""
+        """The token after each token of the prompts' last chunk, shape (B, S)."""
         target = self._target
         if target.hidden is None:
             return self._committed.newest
@@ -207,7 +207,7 @@ class DecodeBatch:
         return any(s.remaining > self._pending(s) for s in self.unfinished)
 
     def _pending(self, request: Request) -> int:
-        """Rounds in flight with this row: each brings it one token or more."""
+        """How many rounds in flight have this row: each brings it a token or more."""
         return sum(f.has(request) for f in self._in_flight)
 
     def choose_k(self) -> int:
@@ -278,7 +278,7 @@ class DecodeBatch:
         return InFlight.of(rows, decision, offset, first=first, peeked=peeked)
 
     def _begin_timing(self, k: int, limits: Sequence[int]) -> bool:
-        """Start the round's clock; whether it is to peek at the drafter's proposals."""
+        """Start the round's clock; return whether to peek at draft proposals."""
         numbers = [-1 if s is None else s.number for s in self.slots]
         return self._pacing.begin(k, limits, numbers, self._backlog)
 
@@ -287,11 +287,11 @@ class DecodeBatch:
         return self._rules.round_of(k, committed, self._active, limits)
 
     def _propose(self, round_: Round) -> Proposals | None:
-        """The draft's k tokens for every row; ``None`` where k is 0."""
+        """The draft's k tokens for every row; ``None`` if k is 0."""
         if not round_.num_draft_tokens or self._draft is None:
             return None
         proposals = self._draft.propose(round_)
-        if round_.given is not None:  # a drafter need not look at what was given
+        if round_.given is not None:  # a drafter may ignore the tokens given
             vocab_size = round_.sampling.vocab_size
             proposals = continued(round_.given, proposals, vocab_size)
         return proposals
@@ -322,7 +322,7 @@ class DecodeBatch:
         return decision
 
     def _commit(self, round_: Round, decision: Decision, *, to_draft: bool) -> None:
-        """Take rejected tokens back from both caches; note what rows have gained."""
+        """Trim rejected tokens from both caches; note the tokens that rows gained."""
         k = round_.num_draft_tokens
         all_run = len(self.unfinished) == len(self.slots)
         if k or not all_run or decision.errors:  # else every row keeps its one token
@@ -333,14 +333,14 @@ class DecodeBatch:
         self._committed = decision.committed
 
     def _peek(self, round_: Round) -> Proposals | None:
-        """What would be proposed in a round without a draft, if the drafter says."""
+        """The proposals for a round that does not draft, if the drafter tells them."""
         if self._draft is None or not self._limits.most:
             return None
-        # What a grammar allows is not made for tokens that nobody verifies.
+        # No grammar masks: they would be made for tokens that nothing verifies.
         most = self._limits.most
         asked = replace(round_, num_draft_tokens=most, grammar=None)
         peeked = self._draft.peek(asked)
-        # Of tokens that were drawn, what rows emit does not say enough.
+        # For proposals that were drawn, the emitted tokens do not show acceptance.
         if peeked is None or peeked.probabilities is not None:
             return None
         self._pacing.look()
@@ -389,7 +389,7 @@ class DecodeBatch:
     # -- rows --------------------------------------------------------------
 
     def _note_rows(self) -> None:
-        """Update what depends on which rows there are."""
+        """Update the fields that depend on the rows."""
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)

@@ -66,7 +66,7 @@ class Engine:
             tokens but no text, and stop texts are not found.
         observer: sees every round.
         preflight: knows how much memory requests need; a request waits until there is
-            enough. ``None``: memory is not looked at.
+            enough. ``None``: memory is not checked.
         length: chooses how many tokens each round drafts; ``None``: always the most
             that the config allows.
         rehearsal: compiles kernels before the first request; engines with the same
@@ -88,7 +88,7 @@ class Engine:
     ):
         share = None if drafter is None else drafter.vocabulary_share
         self.stats = RunStats(vocabulary_share=share)
-        #: What the last step emitted, until the caller has taken it.
+        #: Output of the last step, until the caller has taken it.
         self.unreported: list[StepOutput] = []
         self._guard = DraftGuard()
         self._models = self._guarded((target, drafter))
@@ -107,7 +107,8 @@ class Engine:
             cost=None if preflight is None else preflight.cost,
         )
         self._alive: dict[int, Request] = {}
-        # Ended outside of a round (cancelled, say): the next step reports them.
+        # Requests that ended outside of a round, as by cancel(). The next step reports
+        # them.
         self._ended_early: list[Request] = []
         # The rows that decode, those whose prompts are being prefilled, and the rounds
         # of both that the host has not read yet.
@@ -147,7 +148,7 @@ class Engine:
         if self._detokenizer is not None:
             request.output = OutputText(self._detokenizer(), request.params.stop)
         request.queued = time.perf_counter()
-        # In this order: after an interrupt between the two, the engine would be busy
+        # In the other order, an interrupt between the two would leave the engine busy
         # for ever with a request that is not queued.
         self._scheduler.add(request)
         self._alive[request.index] = request
@@ -156,8 +157,8 @@ class Engine:
         """Stop decoding, after a step that was interrupted.
 
         Returns:
-            What the step had emitted, and the requests that had ended; the same again
-            until :meth:`reported` is called.
+            The output of the step, and the requests that had ended. Calls return the
+            same until :meth:`reported` is called.
         """
         self._running = self._joining = None
         self._in_flight.clear()
@@ -174,7 +175,7 @@ class Engine:
         return self.unreported
 
     def reported(self) -> None:
-        """Forget what was emitted last: the caller has taken it."""
+        """Drop the last output: the caller has taken it."""
         self.unreported = []
 
     def cancel(self, index: int) -> bool:
@@ -197,8 +198,8 @@ class Engine:
         the host reads the round before and emits that round's tokens.
 
         Returns:
-            What rows emitted; nothing until the first round can be read. It stays in
-            ``unreported`` until :meth:`reported` or the next step.
+            The rows' output, which is empty until the first round can be read. It stays
+            in ``unreported`` until :meth:`reported` or the next step.
         """
         self.reported()
         self.stats.other_seconds += self._lap()
@@ -210,7 +211,7 @@ class Engine:
             self.stats.prefill_seconds += self._lap()
             read_now = self._decode()  # propose, verify, accept, commit
             outputs = self._emit() if read_now else []
-        # Before counting, which takes ended requests off the list of those alive.
+        # Set before counting, which removes ended requests from those alive.
         self.unreported = outputs
         self._count(outputs)
         self.stats.decode_seconds += self._lap()
@@ -225,9 +226,10 @@ class Engine:
         return 0.0 if before is None else now - before
 
     def warm_up(self) -> None:
-        """Compile what requests will need, before the first one comes.
+        """Compile the kernels that requests will need, before the first one comes.
 
-        Otherwise that happens when the first requests are admitted, for their settings.
+        Otherwise they are compiled when the first requests are admitted, for their
+        settings.
         """
         if self._rehearsal.due:
             drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
@@ -289,12 +291,12 @@ class Engine:
         more = next(self._joining.chunks, _DONE) is not _DONE
         self.stats.prefill_tokens += joining.prefill_tokens - before
         if self._running is None:
-            # No round runs that waiting could hold up, and memory stays bounded.
+            # Waiting bounds memory, and no round runs that it could delay.
             mx.synchronize()
             mx.clear_cache()
         if more and joining.unfinished:
             return
-        # First: the generator holds caches that are about to be copied.
+        # Done first: the generator holds caches that are about to be copied.
         self._joining = None
         if not joining.unfinished:
             return
@@ -365,10 +367,10 @@ class Engine:
         self._joining = _Joining(batch, batch.prefill(), slots)
 
     def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:
-        """Slots for the joining rows, and for all rows once these have joined.
+        """The number of slots for the joining rows, and for all rows after the join.
 
-        Idle slots, and two copies of a joining row's cache, need memory: without
-        enough of it, there are as many slots as rows.
+        Idle slots, and two copies of a joining row's cache, need memory. If there is
+        not enough, there are as many slots as rows.
         """
 
         def slots(rows: int) -> int:
@@ -392,8 +394,8 @@ class Engine:
     ) -> bool:
         """Whether to draft for joining rows; this is decided once for each row.
 
-        They are drafted for if running rows are, or if drafting may bring back what
-        their prompts cost the draft.
+        The joining rows are drafted for if running rows are, or if drafting may save
+        more time than the draft needs for their prompts.
         """
         if drafter.hidden_layers:  # it is shown the hidden states of every row
             return True
@@ -427,7 +429,7 @@ class Engine:
         return ahead >= lookahead
 
     def _emit(self) -> list[StepOutput]:
-        """Wait for the oldest round in flight; the tokens and text of its rows."""
+        """Wait for the oldest round in flight; return its rows' tokens and text."""
         if not self._in_flight:
             return []
         self.stats.decode_seconds += self._lap()

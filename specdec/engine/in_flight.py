@@ -1,4 +1,4 @@
-"""Rounds that were dispatched and not read yet, and what rows emit once they are."""
+"""Rounds that were dispatched but not read yet, and the output of rows once read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..spec_decode.verifier import Decision
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a row emitted in one step; ``ended`` if these were its last tokens."""
+    """A row's output in one step; ``ended`` is set if these were its last tokens."""
 
     request: Request
     token_ids: list[int]
@@ -27,7 +27,7 @@ class StepOutput:
 
     @classmethod
     def of(cls, request: Request) -> StepOutput:
-        """What ``request`` has generated and not emitted yet."""
+        """The output that ``request`` has generated and not emitted yet."""
         token_ids, text, logprobs = request.take()
         ended = request.finish_reason is not None
         return cls(request, token_ids, text, ended, logprobs)
@@ -40,8 +40,9 @@ class InFlight:
     Args:
         rows: the request in each slot; ``None`` where the slot was idle.
         first: the round is the last step of the prompts, and is not counted as a round.
-        decision: what it decided, on the device.
-        peeked: what would have been proposed, if the round did not draft and peeked.
+        decision: the round's decision, on the device.
+        peeked: the tokens that a draft would have proposed, if the round did not draft
+            and peeked.
     """
 
     rows: tuple[Request | None, ...]
@@ -59,12 +60,12 @@ class InFlight:
         first: bool,
         peeked: Proposals | None = None,
     ) -> InFlight:
-        """Start computing the round: what the host will read, and the next round needs.
+        """Start computing the arrays that the host will read or the next round needs.
 
-        All of it in one call, since each call takes time.
+        One call starts all of them, since each call takes time.
 
         Args:
-            offset: that of the target's cache after the round.
+            offset: the offset of the target's cache after the round.
         """
         committed = decision.committed
         after = [committed.recent, committed.lengths, offset]
@@ -79,7 +80,7 @@ class InFlight:
 
     @property
     def running(self) -> list[Request]:
-        """Its rows that have not ended, as far as the host knows."""
+        """The round's rows that have not ended, as far as the host knows."""
         return [s for s in self.rows if s is not None and s.finish_reason is None]
 
     @cached_property
@@ -123,7 +124,7 @@ class InFlight:
         return read
 
     def peeks(self) -> list[Peek]:
-        """Of each drafted row that goes on: its token, and what was peeked at."""
+        """For each drafted row that goes on: its token, and the tokens peeked at."""
         tokens: list[Any] = [None] * len(self.rows)
         if self.peeked is not None:
             tokens = self.peeked.tokens.tolist()  # type: ignore[assignment]
@@ -137,5 +138,5 @@ class InFlight:
         ]
 
 
-# By str() of the largest logit.
+# Messages by str() of the largest logit.
 _COMPLAINTS = {"nan": "hold NaN", "inf": "hold infinity", "-inf": "leave no token"}

@@ -1,9 +1,9 @@
 """Sessions of a tensor-parallel run: the other ranks repeat what rank 0's session does.
 
 An engine depends only on its requests, on when it is stepped, and on the draft lengths
-that are chosen. So only these are sent: requests and cancels, each step, and what the
-draft-length policy says, which depends on clocks. What a step commits is compared,
-before rank 0 reports a request that has ended.
+chosen. So rank 0 sends only these: requests and cancels, each step, and the answers of
+the draft-length policy, which depend on clocks. The tokens that a step commits are
+compared before rank 0 reports a request that has ended.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class LedLength:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The largest k that it ever chooses."""
+        """The largest k that the policy ever chooses."""
         return self._length.max_draft_tokens
 
     def prepare(self, num_rows: int) -> None:
-        """Measure on all ranks, since the forwards that are timed have collectives."""
+        """Measure on all ranks, since the timed forwards have collectives."""
         self._length.prepare(num_rows)
 
     def may_pay(self, state: BatchState) -> bool:
@@ -64,13 +64,13 @@ class LedLength:
 
 
 class _Commits:
-    """What the requests of a session have committed, step by step."""
+    """The tokens that a session's requests have committed, step by step."""
 
     def __init__(self) -> None:
         self._lengths: defaultdict[int, int] = defaultdict(int)
 
     def of(self, events: Sequence[StreamEvent]) -> Committed:
-        """What the events of a step add."""
+        """The commits that the events of a step add."""
         added: Committed = []
         for event in events:
             before = self._lengths[event.index]
@@ -115,7 +115,7 @@ class LeadingSession(Session):
         self._leader, self._commits = leader, _Commits()
         self._number = next(LeadingSession._numbers)
         with leader.turn:
-            # The others drop sessions that nobody holds any more.
+            # The other ranks drop sessions that no longer exist here.
             alive = [each._number for each in LeadingSession._alive]
             LeadingSession._alive.add(self)
             leader.send(("session", self._number, alive))
@@ -136,7 +136,7 @@ class LeadingSession(Session):
         grammar: GrammarState | None = None,
     ) -> int:
         self._check_whole()
-        # The others get only what can be decoded, with all defaults filled in.
+        # The other ranks get only valid requests, with all defaults filled in.
         params = self._bounds.check(prompt, self._completed(params))
         grammar = grammar or self._bounds.grammar(params)
         try:
@@ -218,7 +218,7 @@ def follow(
 
 
 def _same(call: Callable[[], object]) -> None:
-    """Make a call that rank 0 has made. An error was reported there, and is ignored."""
+    """Make a call that rank 0 has made, and ignore its error: rank 0 reports it."""
     try:
         call()
     except SpecdecError:

@@ -22,7 +22,7 @@ class DraftLimits:
     Args:
         drafter: its context may be too short for a row; ``None`` drafts nothing.
         most: the largest k of any round.
-        exact: do not draft more than a row may still emit. This is known only where
+        exact: do not draft more than a row may still emit. This is known only if
             rounds are read at once.
     """
 
@@ -30,22 +30,23 @@ class DraftLimits:
         self.most = most if drafter else 0
         self._exact = exact
         context = drafter.context_length if drafter else None
-        # The draft's cache gets all of its proposals but the last.
+        # The draft's cache takes all of its proposals but the last.
         self._longest = inf if context is None else context - self.most + 1
         self._last: tuple[tuple[int, ...], mx.array] | None = None
 
     def at(self, request: Request, length: int) -> int:
-        """Most draft tokens that a row of ``length`` committed tokens may accept."""
+        """The most draft tokens that a row of ``length`` committed ones may accept."""
         if length > self._longest or not request.drafts:
             return 0
         own = request.params.num_draft_tokens
         return self.most if own is None else min(own, self.most)
 
     def of_use(self, request: Request, pending: Pending) -> int:
-        """Most draft tokens that a running row can use in the next round.
+        """The most draft tokens that a running row can use in the next round.
 
-        Tokens after its last are of no use. The answer depends on the row alone: with
-        the ratio rules, how many tokens a row may accept decides what it emits.
+        Tokens after the row's end are useless. The answer must depend on the row alone:
+        with the ratio rules, the number of tokens that a row may accept decides what it
+        emits.
         """
         if not self._exact:
             return self.most
@@ -58,10 +59,10 @@ class DraftLimits:
         bounds: Callable[[], Sequence[LengthRange]],
         pending: Pending,
     ) -> tuple[int, ...]:
-        """Most draft tokens that each row may accept in a round of k; -1: it has ended.
+        """The limit of each row for accepted draft tokens in a round of k; -1: ended.
 
-        Some may be too many, as the host does not know what rounds in flight add;
-        :meth:`array` corrects them.
+        Some limits may be too high, as the host does not know how many tokens rounds in
+        flight add; :meth:`array` corrects them.
         """
         if not k:
             return tuple([0 if s and s.finish_reason is None else -1 for s in rows])
@@ -81,7 +82,7 @@ class DraftLimits:
         bounds: Callable[[], Sequence[LengthRange]],
         lengths: mx.array,
     ) -> mx.array:
-        """The limits as an exact array; most rounds reuse that of the round before.
+        """The limits as an exact array; most rounds reuse the previous round's array.
 
         Args:
             lengths: committed tokens of every row, shape (B,).

@@ -1,4 +1,4 @@
-"""Asks the draft-length policy for k, and shows it what rounds brought."""
+"""Asks the draft-length policy for k, and reports the rounds' results to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDLE = 64
 
 
 class Pacing:
-    """What a batch tells its draft-length policy: its state, and its rounds, timed.
+    """Tells a draft-length policy the state of a batch, and the times of its rounds.
 
     Args:
         length: chooses k.
@@ -29,7 +29,7 @@ class Pacing:
         self._length, self._peek_rows = length, peek_rows
         self._timer, self._shadow = StepTimer(), ShadowAcceptance()
         self._has_room = False  # whether any row can use a draft token
-        self._idle = 0  # rounds since the last that drafted
+        self._idle = 0  # rounds since the last one that drafted
 
     @property
     def drafts(self) -> bool:
@@ -37,7 +37,7 @@ class Pacing:
         return self._idle < IDLE
 
     def restart(self) -> None:
-        """Rows have joined that are drafted for."""
+        """Note that rows have joined that are drafted for."""
         self._idle = 0
 
     def choose(
@@ -52,10 +52,10 @@ class Pacing:
         """k of the next round; asking changes nothing.
 
         Args:
-            num_rows: rows that are computed, idle slots included.
+            num_rows: number of rows that are computed, idle slots included.
             room: the most draft tokens that each running row can use.
             left: tokens that each running row may still emit, by the row's number.
-            backlog: tokens of a row, on average, that the drafter has to take in first.
+            backlog: mean number of a row's tokens that the drafter has to read first.
             alone: whether no request waits for a free row.
         """
         self._has_room = any(room)
@@ -74,7 +74,7 @@ class Pacing:
         """Note that a round is about to be built.
 
         Args:
-            limits: draft tokens that each slot may accept; -1 for an idle slot.
+            limits: how many draft tokens each slot may accept; -1 for an idle slot.
             rows: numbers of the rows in the slots.
 
         Returns:

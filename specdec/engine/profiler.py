@@ -45,8 +45,8 @@ log = logging.getLogger("specdec.engine")
 # proposed to time a draft step.
 VERIFIED, PROPOSED = (1, 2, 5), 3
 BUDGET_SECONDS = 1.5
-# Runs that take less than the share QUICK of the budget are timed as rounds run, MANY
-# in each of SWEEPS sweeps.
+# Runs that take less than the share QUICK of the budget are timed overlapping, as
+# rounds run: MANY in each of SWEEPS sweeps.
 QUICK, MANY, SWEEPS = 1 / 16, 7, 4
 # A run that takes less than the share SETTLED of the one before may still be compiling.
 # It is run again, MOST_SETTLING times at most, unless it takes too many seconds.
@@ -67,11 +67,11 @@ class _Stopwatch:
         self._begun = clock()
 
     def late(self, seconds: float) -> bool:
-        """Whether so many more seconds would exceed the budget."""
+        """Whether ``seconds`` more would exceed the budget."""
         return self._clock() - self._begun + seconds > self._budget
 
     def once(self, run: Run) -> float:
-        """Seconds of one run, waited for."""
+        """Seconds of one run, until its result is computed."""
         start = self._clock()
         mx.eval(run())
         return self._clock() - start
@@ -79,11 +79,12 @@ class _Stopwatch:
     def settled(self, run: Run, likely: float) -> float:
         """Seconds of a run, once it no longer compiles anything.
 
-        Compiling is not charged to the budget, since rounds would compile the same.
+        Compiling does not count against the budget, since rounds would compile the
+        same.
 
         Args:
-            likely: seconds expected without compiling. A slow first run that is no
-                slower than this counts.
+            likely: seconds expected without compiling. A slow first run that is faster
+                than this counts.
         """
         times = [self.once(run)]
         if self._budget / 8 < times[0] < likely:
@@ -99,8 +100,8 @@ class _Stopwatch:
     def again(self, run: Run, known: float) -> float:
         """Median seconds of runs that overlap, as rounds do.
 
-        If each were waited for, launching and reading would count too, which on a GPU
-        take as long as a draft step. For a slow run, and beyond the budget, it is the
+        Waiting for each run would add launching and reading, which on a GPU take as
+        long as a draft step. For a slow run, and beyond the budget, this returns the
         ``known`` time.
         """
         if known > self._budget * QUICK or self.late((MANY + 2) * known):
@@ -113,7 +114,7 @@ def pipelined(
 ) -> list[float]:
     """Seconds of ``repeat`` runs, from the end of one to the end of the next.
 
-    Each is built while the one before is computed, as rounds are.
+    Each run is built while the one before is computed, as rounds are.
 
     Args:
         run: builds arrays, or lists of arrays.
@@ -143,10 +144,10 @@ def measure_forwards(
 ) -> Forwards:
     """Time a plain step, a draft step, and verify forwards of 2 and 5 tokens.
 
-    Tokens are all different, so that experts are spread as in rounds. Each forward
-    runs until it no longer compiles anything. Then all are timed as rounds run, in
-    several sweeps, and the fastest counts: other load may slow one of them down.
-    Slow forwards run once or twice, and the last verify forward only if there is time.
+    All tokens differ, so that experts are spread as in rounds. Each forward runs until
+    it no longer compiles anything. Then all are timed as rounds run, in several sweeps,
+    and the fastest time counts, as other load may slow a sweep down. Slow forwards run
+    once or twice, and the last verify forward only if there is time.
 
     Raises:
         DrafterError: the drafter raised an error.
@@ -169,8 +170,8 @@ def measure_forwards(
         rows.trim_per_sequence(counts, num_tokens)
         return [chosen, rows.offset]
 
-    # What each run times: 0 is drafting, -1 drafting one token (a block head drafts
-    # more at nearly the same cost); else the number of tokens of a verify forward.
+    # Runs by what they time: 0 is drafting, -1 is drafting one token (a block head
+    # drafts more at nearly the same cost); others are a verify forward's tokens.
     runs: dict[int, Run] = {1: lambda: verify(1)}
     plain = watch.settled(runs[1], 0.0)
     seconds = {1: plain}
@@ -186,7 +187,7 @@ def measure_forwards(
             runs[-1] = alone.propose
             seconds[-1] = watch.settled(runs[-1], 2 * plain)
         for s in VERIFIED[1:]:
-            # At worst, S tokens take as long as S forwards of one.
+            # At worst, S tokens take as long as S forwards of one token.
             if s <= widest and (s == 2 or not watch.late(s * plain)):
                 runs[s] = partial(verify, s)
                 seconds[s] = watch.settled(runs[s], 1.5 * s * plain)
@@ -198,7 +199,7 @@ def measure_forwards(
             {what: watch.again(run, seconds[what]) for what, run in runs.items()}
             for _ in range(SWEEPS)
         ]
-    except Exception as error:  # a drafter of the user's may raise anything
+    except Exception as error:  # a user's drafter may raise anything
         raise as_drafter_error(error, drafter) from error
     seconds = {what: min(sweep[what] for sweep in sweeps) for what in runs}
     several, one = seconds.pop(0), seconds.pop(-1, 0.0)
@@ -210,10 +211,10 @@ def measure_forwards(
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Seconds by number of tokens, made to grow with it.
+    """Seconds by number of tokens, corrected so that they never fall.
 
-    Other load only adds time, so no number of tokens takes longer than a larger one. A
-    single token is left as it is: some backends compute it in another, slower way.
+    Other load only adds time, so a number of tokens cannot take longer than a larger
+    one. A single token's time stays: some backends compute it in a slower way.
     """
     cleared: dict[int, float] = {}
     least = math.inf
@@ -226,7 +227,7 @@ def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
 class SpreadTokens:
     """Tokens far apart in the vocabulary, all different.
 
-    In a mixture of experts, a token that is repeated would only read its own experts.
+    In a mixture of experts, a repeated token would only read the same experts again.
     """
 
     def __init__(self, vocab_size: int):
@@ -262,7 +263,7 @@ class _Drafting:
     ):
         tokens, params = SpreadTokens(target.vocab_size), SamplingParams()
         recent = tokens.next(num_rows, 2)
-        # The newest token of each row, after a prompt of the one before.
+        # Each row has a prompt of one token, and a newest token after it.
         prompts: Any = recent[:, :1].tolist()
         requests = [
             Request(i, "", tuple(prompt), params, frozenset())
@@ -337,7 +338,7 @@ def draft_length(
             max_draft_tokens=k,
             clock=clock,
         ),
-        # Where time grows with tokens, one row shows what any number of rows costs.
+        # If time grows with tokens, the costs of one row give those of any number.
         measured_rows=1 if defaults.costs_by_token else None,
         save=save,
     )
@@ -370,7 +371,7 @@ def _model_facts(runner: ModelRunner) -> object:
 
 
 def _drafter_facts(drafter: Drafter) -> object:
-    """Its kind, and the attributes that a step's cost may depend on."""
+    """The drafter's kind, and the attributes that a step's cost may depend on."""
     facts: list[object] = [type(drafter).__qualname__]
     for name, value in sorted(vars(drafter).items()):
         if isinstance(value, ModelRunner):

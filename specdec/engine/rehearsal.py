@@ -1,4 +1,4 @@
-"""Rounds that nobody asked for: what requests will need is compiled by them."""
+"""Rounds without requests, which compile the kernels that requests will need."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Rehearsal:
     """Runs everything that a batch does once, before the first request.
 
     MLX's CUDA backend compiles a kernel when it first needs it, which takes seconds. On
-    other backends nothing is rehearsed. A rehearsal is not timed, counted or kept, and
-    its errors are ignored: a request that meets them reports them.
+    other backends nothing is rehearsed. A rehearsal is not timed, counted or kept. Its
+    errors are ignored: a request that has the same error reports it.
 
     Args:
         backend: says whether new shapes take time.
@@ -59,7 +59,7 @@ class Rehearsal:
             max_draft_tokens: largest k of a round.
             params: settings of the rows, one for each batch; the user's functions in
                 them are not called.
-            shrinks: with the smaller batches too that are left when rows end.
+            shrinks: also rehearse the smaller batches that are left when rows end.
         """
         self.due = False
         batches = [(num_slots, p) for p in params]

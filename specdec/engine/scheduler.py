@@ -20,18 +20,19 @@ def _free(requests: Sequence[Request]) -> int:
 class Scheduler:
     """The queue of requests that wait for a row.
 
-    Nobody overtakes: a request that does not fit holds back those after it.
+    No request overtakes another: one that does not fit holds back those after it.
 
-    Where a join takes as long for one request as for several, and more requests could
-    join together than rows are free, the free rows wait: until they have been idle for
-    as long as a join takes, or half of the batch is free. This costs at most twice as
-    much as joining at the best times, which are not known in advance (ski rental).
+    On some devices a join takes as long for one request as for several. If more
+    requests could join together than rows are free, the free rows then wait: until they
+    have been idle for as long as a join takes, or half of the batch is free. This costs
+    at most twice as much as joining at the best times, which are not known in advance
+    (ski rental).
 
     Args:
         batch_size: the most rows that decode together.
-        join_rounds: what a join costs, in rounds of the whole batch; 0: nothing.
+        join_rounds: the cost of a join, in rounds of the whole batch; 0: nothing.
         budget: bytes that the rows of a batch may need together; ``None``: any number.
-        cost: bytes that requests need when they have rows together.
+        cost: gives the bytes that requests need when they have rows together.
     """
 
     def __init__(
@@ -45,21 +46,21 @@ class Scheduler:
         self.batch_size = batch_size
         self.budget = budget
         self._cost = cost or _free
-        # For how many rounds free rows may be idle and have been, added up over rows.
+        # Idle rounds, summed over free rows: the most allowed, and the number so far.
         self._may_idle, self._idle = join_rounds * batch_size, 0
         self._waiting: deque[Request] = deque()
-        # The requests that were last found not to fit together. While they are the
-        # same, there is no need to ask again.
+        # The requests that last did not fit together. While they are the same, they
+        # need not be checked again.
         self._too_many: list[Request] = []
 
     @property
     def waiting(self) -> int:
-        """Requests that have no row yet."""
+        """How many requests have no row yet."""
         return len(self._waiting)
 
     @property
     def expected(self) -> int:
-        """Requests that only wait for a free row; 0 while the first lacks memory."""
+        """How many requests wait only for a row; 0 while the first one lacks memory."""
         lacks = self._too_many and self._waiting and self._too_many[-1]
         return 0 if lacks and lacks is self._waiting[0] else len(self._waiting)
 
@@ -69,7 +70,7 @@ class Scheduler:
         return self._waiting[0]
 
     def add(self, request: Request) -> None:
-        """Queue a request after those that wait."""
+        """Queue a request after all that wait."""
         self._waiting.append(request)
 
     def ended(self) -> list[Request]:
@@ -83,8 +84,8 @@ class Scheduler:
         """Take the requests that get a row now off the queue, in the order they came.
 
         Args:
-            running: requests that have a row. If there are none, the first that waits
-                gets one whatever it needs: it will not fit better later.
+            running: requests that have a row. If there are none, the first waiting
+                request gets one whatever it needs: it will not fit better later.
         """
         places = self.batch_size - len(running)
         if running and self._is_early(places):
@@ -102,8 +103,8 @@ class Scheduler:
         if 2 * places >= self.batch_size:
             return False
         if _number_alike(list(islice(self._waiting, places + 1))) <= places:
-            return False  # one more row would be of no use
-        # With many rows nobody waits for more than 16 times ``join_rounds``.
+            return False  # one more row would not help
+        # In large batches no row waits for more than 16 times ``join_rounds``.
         self._idle += max(places, self.batch_size // 16)
         return self._idle < self._may_idle
 
@@ -115,13 +116,13 @@ class Scheduler:
         return self._cost([*rows, *[rows[0]] * more]) <= self.budget
 
     def together(self) -> int:
-        """How many requests, the first ones, could decode together if none ran."""
+        """How many of the first waiting requests could decode together if none ran."""
         return self._number_fitting([], list(islice(self._waiting, self.batch_size)))
 
     def _number_fitting(
         self, running: Sequence[Request], rows: Sequence[Request]
     ) -> int:
-        """How many of ``rows``, the first ones, fit in memory beside those that run."""
+        """How many of ``rows``, from the first on, fit in memory with running rows."""
         if self.budget is None or not rows:
             return len(rows)
         if _same([*running, *rows[:1]], self._too_many):
@@ -145,9 +146,9 @@ def _same(some: Sequence[Request], others: Sequence[Request]) -> bool:
 
 
 def _number_alike(rows: Sequence[Request]) -> int:
-    """How many prompts, the first ones, are read together at a fair price.
+    """How many prompts, from the first on, are prefilled together.
 
-    They are padded to the longest of them; that may double the work, not more. Those
+    They are padded to the longest of them, which may at most double the work. Prompts
     after them join later.
     """
     longest = tokens = 0

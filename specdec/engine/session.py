@@ -72,7 +72,7 @@ class Bounds:
         return self.grammars.compile(params.grammar)
 
     def prepare(self, grammar: Grammar) -> None:
-        """Begin to compile a grammar that a request will bring soon."""
+        """Begin to compile a grammar that a request will need soon."""
         if self.grammars is not None:
             self.grammars.begin(grammar)
 
@@ -81,7 +81,7 @@ class Bounds:
             return params
         PromptLimit(None, self.context_length).check_count(len(prompt.token_ids))
         room = self.context_length - len(prompt.token_ids)
-        # The last token is never fed, so a full context still gives one.
+        # The last token is never fed, so a full context still gives one token.
         max_tokens = min(params.max_tokens, max(room, 1))
         min_tokens = min(params.min_tokens, max_tokens)
         return replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
@@ -106,7 +106,7 @@ class Session:
     raises :class:`SessionError`.
 
     Args:
-        engine: decodes.
+        engine: decodes the requests.
         tokenizer: encodes prompts.
         bounds: the limits of every request.
         limit: the longest prompt.
@@ -133,7 +133,7 @@ class Session:
 
     @property
     def load(self) -> EngineLoad:
-        """What the engine is working on now."""
+        """The engine's current load."""
         return self._engine.load
 
     @property
@@ -199,7 +199,7 @@ class Session:
         return index
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with a seed and with what else is chosen for the request."""
+        """The parameters, with a seed and other defaults filled in for the request."""
         if params.xtc_probability > 0 and params.xtc_special_tokens is None:
             # As in mlx-lm's command line: a text must be able to break lines and end.
             newline = self._tokenizer.encode("\n", add_special_tokens=False)
@@ -222,7 +222,7 @@ class Session:
         return [self.add_encoded(*each) for each in checked]
 
     def cancel(self, index: int) -> bool:
-        """End a request with the tokens it has; the next step has its last event.
+        """End a request with the tokens it has; the next step gives its last event.
 
         Returns:
             Whether there was something to cancel: ``False`` if the request had ended,
@@ -238,7 +238,7 @@ class Session:
         return cancelled
 
     def step(self) -> list[StreamEvent]:
-        """Run one chunk of prefill, one round, or both; what requests emitted.
+        """Run one chunk of prefill, one round, or both; return what requests emitted.
 
         The list is empty until the first tokens can be read, and when nothing is left
         to do.

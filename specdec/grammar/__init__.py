@@ -1,4 +1,4 @@
-"""Grammars that outputs must follow, and the state of a row in one."""
+"""Grammars that outputs must follow, and a row's state in its grammar."""
 
 from .compiler import AT_ONCE, GrammarCompiler, check_grammar
 from .spec import Grammar, GrammarKind

@@ -1,4 +1,4 @@
-"""Compiles grammars for a tokenizer, by llguidance; the latest ones are kept."""
+"""Compiles grammars for a tokenizer with llguidance, and keeps the latest ones."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Compiled grammars that are kept.
+# How many compiled grammars are kept.
 _KEPT = 64
-# Seconds that compiling one may take; most take milliseconds.
+# Seconds that compiling a grammar may take; most take milliseconds.
 COMPILE_SECONDS = 10.0
-#: Grammars that are compiled at a time: those that take longer go on, since a thread
-#: cannot be ended, and others do not wait for them.
+#: How many grammars are compiled at a time. One that takes too long goes on, since a
+#: thread cannot be ended; with several slots, others need not wait for it.
 AT_ONCE = 4
-# llguidance goes through what is nested by recursion, and its overflow would end the
-# process: by what was measured, the longest text takes less than a third of this.
+# llguidance handles nesting by recursion, and a stack overflow would end the process.
+# As measured, the longest text takes less than a third of this.
 _STACK_BYTES = 1 << 29
 # A lexer's state takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
-# Without it, JSON could have blanks without end, and some models write them.
+# Without this limit JSON could have endless blanks, which some models do write.
 _JSON_BLANKS = r" |\n[ \t]{0,20}"
 
 
@@ -41,7 +41,7 @@ def check_grammar(grammar: Grammar) -> None:
     """Check that a grammar can be used at all, before there is a tokenizer.
 
     Raises:
-        ConfigError: it cannot, or llguidance is not installed.
+        ConfigError: the grammar cannot be used, or llguidance is not installed.
     """
     library = _library()
 
@@ -59,14 +59,14 @@ def check_grammar(grammar: Grammar) -> None:
 class GrammarCompiler:
     """Makes the states of rows that follow grammars.
 
-    Safe to be called from several threads. Compiling takes milliseconds, the first time
-    half a second for the tokenizer; what was compiled before is kept.
+    Several threads may call it. Compiling takes milliseconds, and the first time half a
+    second more for the tokenizer. Compiled grammars are kept.
 
     Args:
         tokenizer: mlx-lm's wrapper.
         vocab_size: the target's number of logits.
-        bounded: refuse what takes too long. A rank that follows does not: rank 0 has
-            compiled what it is given.
+        bounded: refuse grammars that take too long. Ranks other than 0 do not: rank 0
+            has already compiled the grammars that they receive.
         announce: called with a grammar before it is compiled.
     """
 
@@ -92,8 +92,8 @@ class GrammarCompiler:
 
         Raises:
             ConfigError: the grammar cannot be used, allows nothing or takes too long;
-                llguidance is not installed; or the tokenizer is of a kind that it
-                does not take.
+                llguidance is not installed, or does not support this kind of
+                tokenizer.
         """
         if (kept := self.kept(grammar)) is not None:
             return kept
@@ -105,16 +105,16 @@ class GrammarCompiler:
         return self._begun(fresh)
 
     def begin(self, grammar: Grammar) -> None:
-        """Begin to compile a grammar that will be asked for later.
+        """Begin to compile a grammar that will probably be needed later.
 
-        Not while as many are under way as may be: nobody may ask for it, and those that
-        are asked for would wait for it.
+        This does nothing while ``AT_ONCE`` grammars are being compiled: this one may
+        never be needed, and grammars that are needed would wait for it.
         """
         if self.kept(grammar) is None and len(_begun_so_far) < AT_ONCE:
             self._under_way(grammar)
 
     def kept(self, grammar: Grammar) -> GrammarState | None:
-        """As :meth:`compile`, at once; ``None`` if it was not compiled before."""
+        """As :meth:`compile`, but at once; ``None`` if the grammar is not compiled."""
         with self._lock:
             if (fresh := self._kept.get(grammar)) is None:
                 return None
@@ -185,7 +185,7 @@ def _tokenizer_of(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """llguidance's tokenizer.
 
     Raises:
-        ConfigError: it takes none of that kind, or nothing ends its texts.
+        ConfigError: llguidance does not support that kind, or no token ends a text.
     """
     library, ends = _library(), sorted(tokenizer.eos_token_ids)
     if not ends:
@@ -216,18 +216,18 @@ def _tokenizer_of(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     return made
 
 
-# What is compiled at the moment: who asks for it again waits for the same. The lock is
-# for the stack size too, which is the process's.
+# Compilations under way: a second caller waits for the same one. The lock also guards
+# the stack size of new threads, which is global to the process.
 _begun_so_far: dict[object, Future[Any]] = {}
 _beginning = threading.Lock()
 _slots = threading.BoundedSemaphore(AT_ONCE)
 
 
 def _begun(key: object, work: Callable[[], T], seconds: float | None) -> Future[T]:
-    """Compile in a thread with a deep stack, unless that has begun.
+    """Compile in a thread with a deep stack, unless this compilation has begun.
 
     Args:
-        seconds: it waits so long for others to end; else it is cancelled.
+        seconds: the longest wait for others to end; after it, this one is cancelled.
     """
 
     def run() -> None:
@@ -260,7 +260,7 @@ def _awaited(future: Future[T], grammar: Grammar, seconds: float | None) -> T:
     """The result of a compilation that was begun.
 
     Raises:
-        ConfigError: it fails, or takes too long; then it goes on.
+        ConfigError: the compilation fails, or takes too long (it then goes on).
     """
     try:
         error = future.exception(seconds)
@@ -282,7 +282,7 @@ def _awaited(future: Future[T], grammar: Grammar, seconds: float | None) -> T:
 
 
 def _refusal(grammar: Grammar, said: str) -> ConfigError:
-    # Of a matcher's own state nothing is shown.
+    # Leave out the matcher's internal state.
     said = said.replace("<non-verbose/>", "").replace("NoExtensionBias", "")
     said = said.strip() or "no text can follow it"
     return ConfigError(f"the {grammar.name} cannot be used: {shorten(said)}")

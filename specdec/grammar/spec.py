@@ -15,9 +15,9 @@ from ..utils.printable import shorten
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
-#: Most bytes of a grammar's text. What compiles it takes stack by the length.
+#: The most bytes of a grammar's text: the compiler's stack grows with its length.
 MAX_GRAMMAR_BYTES = 1 << 17
-#: Most patterns that may have to hold together. What finds out whether a text matches
+#: The most patterns that may have to hold together. Checking whether a text can match
 #: all of them takes a second for ten, and minutes and gigabytes for twenty.
 MAX_JOINED_PATTERNS = 8
 _NAMES = {
@@ -32,18 +32,17 @@ class Grammar:
     """The form of a request's whole output, from its first token.
 
     Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex` or :meth:`lark`,
-    and given as ``SamplingParams(grammar=...)``. It takes the package llguidance
+    and passed as ``SamplingParams(grammar=...)``. It needs the package llguidance
     (``pip install '.[structured]'`` in a checkout).
 
     Args:
-        kind: how ``text`` is to be read.
+        kind: how to read ``text``.
         text: the schema as JSON, the expression, or the grammar; up to 128 KiB.
 
     Raises:
-        ConfigError: the text is empty, too long or no Unicode; of a schema, it is no
-            JSON object, or nested deeper than 100; or it has more than 8 patterns that
-            may have to hold together. What else is wrong with it is found when a
-            request with it is added.
+        ConfigError: the text is empty, too long or not Unicode; a schema is not a JSON
+            object, or nested deeper than 100; or more than 8 patterns may have to hold
+            together. Other errors in it are found when a request with it is added.
     """
 
     kind: GrammarKind
@@ -91,21 +90,21 @@ class Grammar:
 
     @property
     def name(self) -> str:
-        """Its kind, in words."""
+        """The grammar's kind, in words."""
         return _NAMES[self.kind]
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that follows a schema.
 
-        Properties come in the order of the schema. Between tokens of JSON is one
+        Properties come in the order of the schema. Tokens of JSON are separated by one
         space, a line break with up to 20 blanks, or nothing.
 
         Args:
             schema: the schema, or its JSON text.
 
         Raises:
-            ConfigError: it is none; see the class.
+            ConfigError: it is not a schema; see the class.
         """
         if not isinstance(schema, str):
             try:
@@ -140,12 +139,12 @@ class Grammar:
         return cls("lark", text)
 
 
-# Beside each other, or a pattern, they join what they say.
+# Keys of a schema. If one table has two of them, both must hold.
 _APPLICATORS = ("pattern", "$ref", "$dynamicRef", "anyOf", "oneOf")
 
 
 def _joined_patterns(schema: Any) -> int:
-    """Patterns of a schema, if any may have to hold together; else 0."""
+    """How many patterns a schema has, if any may have to hold together; else 0."""
     patterns, joins, left = 0, False, [schema]
     while left:
         value = left.pop()
@@ -164,7 +163,7 @@ _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 def _joined_terminals(text: str) -> int:
-    """The same of a Lark grammar: terminals that ``&`` joins, patterns of ``%json``."""
+    """As above for Lark: how many terminals ``&`` joins, plus patterns of ``%json``."""
     joined = _LITERAL.sub("", text).count("&")
     if "%json" in text:
         plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)

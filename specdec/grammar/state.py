@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class GrammarState:
-    """A row's state in its grammar: after its committed tokens, or tokens ahead.
+    """A row's state in its grammar, after its committed tokens or tokens ahead of them.
 
     Args:
-        fresh: at the beginning of the grammar; not changed.
-        num_words: 32-bit words of a mask, a bit for each token.
+        fresh: a matcher at the beginning of the grammar; not changed.
+        num_words: 32-bit words of a mask, which has one bit per token.
     """
 
     def __init__(self, fresh: LLMatcher, num_words: int):
@@ -28,9 +28,10 @@ class GrammarState:
         self._ahead: list[int] = []
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Move to the state after ``tokens``, all that the row has generated.
+        """Move to the state after ``tokens``, all tokens that the row has generated.
 
-        Those that were committed before begin them; of those ahead, some stand.
+        ``tokens`` begins with those committed before. Tokens ahead that match the rest
+        are not taken again.
         """
         new = tokens[len(self._committed) :]
         self.move(new)
@@ -39,7 +40,7 @@ class GrammarState:
 
     def move(self, ahead: Sequence[int]) -> None:
         """Move to the state after the committed tokens and ``ahead``, all allowed."""
-        if self._matcher.is_error():  # by what was ahead, which may not stand
+        if self._matcher.is_error():  # caused by tokens ahead, which may be dropped
             self._matcher, self._ahead = self._fresh.deep_copy(), []
             self._matcher.consume_tokens(self._committed)
         same = 0
@@ -59,21 +60,22 @@ class GrammarState:
         """Write the mask of the next token to memory, ``num_words`` words.
 
         Returns:
-            Whether there is one: else :attr:`error` says why, and what was written
-            means nothing.
+            Whether there is a mask. If not, :attr:`error` says why, and the memory's
+            content is undefined.
         """
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(address, 4 * self.num_words)
         return not self._matcher.is_error()
 
     def forced(self) -> list[int]:
-        """The forced tokens that follow, in their usual spelling; often none.
+        """The forced tokens that follow, often none.
 
-        A text that must follow may be spelled by other tokens, too.
+        They are the usual spelling of the text that must follow; other tokens may spell
+        it, too.
         """
         return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
 
     @property
     def error(self) -> str:
-        """Why the grammar has failed; mostly, a limit was reached."""
+        """Why the grammar has failed; usually a limit was reached."""
         return shorten(self._matcher.get_error().replace("<non-verbose/>", ""))

@@ -14,10 +14,10 @@ from .templates import render_chat
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
-# Of a prompt for a model whose context is not known.
+# The limit of a prompt for a model whose context is not known.
 MAX_PROMPT_BYTES = 64 * 2**20
 
-#: What a chat template is given by us, and options of the function that renders it.
+#: Variables that specdec sets for templates, and options of the rendering function.
 OWN_VARIABLES = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message",
      "conversations", "max_length", "messages", "padding", "return_tensors",
@@ -52,8 +52,8 @@ class PromptLimit:
     """The largest prompt that can fit, checked before any work.
 
     Args:
-        tokenizer: of the target.
-        context_length: tokens that the target serves; ``None``: not known, so that
+        tokenizer: the target's tokenizer.
+        context_length: the target's context, in tokens; ``None``: not known, so that
             only :data:`MAX_PROMPT_BYTES` counts.
     """
 
@@ -73,7 +73,7 @@ class PromptLimit:
         """Refuse texts that have too many bytes together.
 
         Raises:
-            PromptError: with both numbers.
+            PromptError: they have; the message names both numbers.
         """
         # A character has 1 to 4 bytes; a token has 1 or more.
         few = 4 * sum(map(len, texts)) <= (self.context_length or MAX_PROMPT_BYTES)
@@ -87,10 +87,10 @@ class PromptLimit:
         )
 
     def check_count(self, count: int, what: str = "tokens") -> None:
-        """Refuse too many token ids, or other parts of a token or more.
+        """Refuse too many token ids, or other parts that take at least a token each.
 
         Raises:
-            PromptError: with both numbers.
+            PromptError: there are too many; the message names both numbers.
         """
         if self.context_length is not None and count > self.context_length:
             unit = "" if what == "tokens" else " tokens"
@@ -145,22 +145,22 @@ def encode(
 ) -> EncodedPrompt:
     """Encode one prompt.
 
-    A string becomes a user turn of the tokenizer's chat template where there is
-    one; with ``ignore_chat_template``, or without a template, it is encoded raw,
-    with special tokens unless it begins with the BOS token already, as mlx-lm
-    does. Chat messages need a template. Token ids are taken as they are.
+    A string becomes a user turn of the tokenizer's chat template, if there is one.
+    Without a template, or with ``ignore_chat_template``, it is encoded raw, with
+    special tokens unless it already begins with the BOS token, as in mlx-lm. Chat
+    messages need a template. Token ids are taken as they are.
 
     Args:
-        tokenizer: mlx-lm's ``TokenizerWrapper``, or one of transformers.
+        tokenizer: mlx-lm's ``TokenizerWrapper``, or a tokenizer of transformers.
         prompt: a string, chat messages, or token ids.
-        system_prompt: system turn of prompts that bring none of their own.
+        system_prompt: the system turn of prompts that have none of their own.
         ignore_chat_template: encode strings raw.
         chat_template_config: variables for the chat template, such as
             ``{"enable_thinking": False}``.
-        prefill_response: how the answer begins: the model continues it.
+        prefill_response: the beginning of the answer, which the model continues.
         limit: the largest prompt.
-        tools: what chat messages may call, as the chat template shows them.
-        continued: the last of the messages is the beginning of the answer.
+        tools: tools that the model may call, as the chat template takes them.
+        continued: the last message is the beginning of the answer.
 
     Raises:
         PromptError: the prompt is empty, too large, or cannot be encoded as asked.
@@ -267,7 +267,7 @@ def _encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
 def _tokens(tokenizer: Any, text: str, **options: bool) -> tuple[int, ...]:
     try:
         return tuple(tokenizer.encode(text, **options))
-    except Exception as error:  # its files may say anything
+    except Exception as error:  # a tokenizer's files may hold anything
         raise PromptError(
             f"the tokenizer fails ({type(error).__name__}: {shorten(error)}): if it "
             "fails on every prompt, download the model again"
@@ -299,11 +299,11 @@ def _render(
 ) -> str:
     try:
         rendered = render_chat(tokenizer, messages, variables, **options)
-    except Exception as error:  # a template raises what its author chose
+    except Exception as error:  # a template may raise anything
         raise PromptError(
             f"the chat template refuses these messages: {shorten(error)}"
         ) from error
-    _check_unicode(rendered)  # other fields of a message stand in it, too
+    _check_unicode(rendered)  # it also contains other fields of messages
     return rendered
 
 
@@ -311,7 +311,7 @@ def check_messages(
     messages: Sequence[Any], limit: PromptLimit = NO_CONTEXT
 ) -> list[Mapping[str, Any]]:
     """Chat messages, each with one text as its content."""
-    limit.check_count(len(messages), "messages")  # a token or more each
+    limit.check_count(len(messages), "messages")  # each takes a token or more
     messages = [_with_text(message) for message in messages]
     for message in messages:
         if (
@@ -334,7 +334,7 @@ def check_messages(
 
 
 def _with_text(message: Any) -> Any:
-    """The message; content in parts (OpenAI's form) becomes one text."""
+    """The message, with content in parts (OpenAI's form) joined to one text."""
     parts = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(parts, list) or not parts:
         return message
@@ -351,7 +351,7 @@ def _with_text(message: Any) -> Any:
 
 
 def _content(message: Mapping[str, Any]) -> Any:
-    """The text of a message; one that calls tools may have none."""
+    """The text of a message; a message that calls tools may have none."""
     content = message.get("content")
     return "" if content is None and message.get("tool_calls") else content
 

@@ -29,11 +29,11 @@ class PromptRecord:
 
     Args:
         prompt: the prompt.
-        where: file and line, as messages name it; ``None``: it came from elsewhere.
-        id: what a JSON line calls it, by ``id``, ``custom_id``, ``task_id`` or
-            ``question_id``; ``None``: it has no such field.
-        fields: what else the line says.
-        turns: of the user, after the answer to the prompt and to each other.
+        where: file and line, for messages; ``None``: the prompt came from elsewhere.
+        id: the value of a JSON line's ``id``, ``custom_id``, ``task_id`` or
+            ``question_id``; ``None``: the line has no such field.
+        fields: the line's other fields.
+        turns: further user turns, each after the answer to the turn before it.
     """
 
     prompt: Prompt
@@ -44,31 +44,31 @@ class PromptRecord:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of :func:`read_records`, which says what can go wrong."""
+    """The prompts of :func:`read_records`, which lists the errors."""
     return [record.prompt for record in read_records(path)]
 
 
 def read_records(path: str | Path) -> list[PromptRecord]:
     """Read prompts from a file, or from standard input for ``-``.
 
-    Plain text holds one prompt a line. JSON lines (known by their suffix, or by
-    a first line that is a JSON object) hold ``prompt``, ``question``,
-    ``messages`` or ``turns``, the first of these that is there. Of ``turns``
-    (Spec-Bench, MT-Bench) the first is the prompt. Lines of OpenAI's batch files
-    are read, which hold these in ``body``. Blank lines are skipped.
-    A line like that after a first line of plain text is refused. An array of such
-    objects, or in a ``.json`` file of texts, is read like lines.
+    Plain text holds one prompt per line. JSON lines (recognized by the suffix, or by a
+    first line that is a JSON object) have the prompt under the first of these keys:
+    ``prompt``, ``question``, ``messages``, ``turns``. The first of ``turns``
+    (Spec-Bench, MT-Bench) is the prompt. Lines of OpenAI's batch files have these keys
+    in ``body``. Blank lines are skipped. A JSON line after a first line of plain text
+    is refused. A JSON array of such objects, or of texts in a ``.json`` file, is read
+    like lines.
 
     Raises:
-        PromptFileError: there is no such file, it cannot be read, holds no prompt,
-            or has a line that is not what was expected (named).
+        PromptFileError: there is no such file, it cannot be read, holds no prompt, or
+            has an invalid line (which the message names).
     """
     name = _name(path)
     text = read_text(path)
     array = _array_of(text, Path(path).suffix.lower(), name)
     if array is not None:
         return [_record_of(row, f"{name}[{i}]") for i, row in enumerate(array)]
-    # Not splitlines(): U+2028 and the like may stand in a JSON string, unescaped.
+    # Not splitlines(): a JSON string may contain U+2028 and similar, unescaped.
     lines = re.split(r"\r\n?|\n", text)
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -89,7 +89,7 @@ def read_text(path: str | Path) -> str:
     """Read a UTF-8 file, or standard input for ``-``.
 
     Raises:
-        PromptFileError: there is no such file, it cannot be read, or is not UTF-8.
+        PromptFileError: the file does not exist, cannot be read, or is not UTF-8.
     """
     name = _name(path)
     data = _read(path, name)
@@ -114,7 +114,7 @@ def _read(path: str | Path, name: str) -> bytes:
         if _is_descriptor(path):
             return Path(path).read_bytes()
         return read_plain(path)
-    except ValueError as error:  # a byte 0 in it
+    except ValueError as error:  # the name has a byte 0
         raise PromptFileError(f"{name}: no file can have that name") from error
     except FileNotFoundError as error:
         raise PromptFileError(f"{name}: no such file: check the path") from error
@@ -125,7 +125,7 @@ def _read(path: str | Path, name: str) -> bytes:
 
 
 def _is_descriptor(path: str | Path) -> bool:
-    """Whether it is a stream given to this process, such as ``<(command)``."""
+    """Whether the path is a stream of this process, such as ``<(command)``."""
     return os.path.abspath(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/"))
 
 
@@ -140,7 +140,7 @@ def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
 
 
 def _array_of(text: str, suffix: str, name: str) -> list[Any] | None:
-    """The elements of a file that is one JSON array of prompts."""
+    """The elements of a file that is one JSON array of prompts, else ``None``."""
     if not text.lstrip().startswith("[") or suffix in (".jsonl", ".ndjson"):
         return None
     try:
@@ -155,7 +155,7 @@ def _array_of(text: str, suffix: str, name: str) -> list[Any] | None:
         if not rows:
             raise PromptFileError(f"{name}: no prompts in it: the array is empty")
         return list(rows)
-    # Other text may begin with a bracket.
+    # Plain text may begin with a bracket, too.
     objects = rows and all(isinstance(row, dict) for row in rows)
     return rows if objects and any(key in rows[0] for key in _PROMPT_KEYS) else None
 
@@ -192,7 +192,7 @@ def _record_of(row: Any, where: str) -> PromptRecord:
 
 
 def _prompt_of(key: str, prompt: Any) -> Prompt:
-    """The prompt under one of ``_PROMPT_KEYS``."""
+    """The prompt from the value of one of ``_PROMPT_KEYS``."""
     if key == "messages":
         if not isinstance(prompt, list) or not prompt:
             raise PromptError("expected a list of chat messages")

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: a line in, a line out."""
+"""The process that renders chat templates: it answers each input line with a line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-#: Bytes that the process may take beside those that it begins with. macOS has no such
-#: bound.
+#: Bytes that the process may allocate after its start. macOS has no such limit.
 _MEMORY = 1 << 30
-#: Most characters of a text, beyond any context.
+#: The most characters of a text: more than any context holds.
 _CHARACTERS = 1 << 26
 
 
@@ -23,7 +22,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes], seconds: int) -> None:
 
     _limit_memory()
     for line in requests:
-        # Nobody handles the signal: it ends the process, whatever that is doing.
+        # The signal has no handler, so it ends the process, whatever that is doing.
         signal.alarm(seconds)
         try:
             rendered, _ = render_jinja_template(**json.loads(line))
@@ -32,7 +31,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes], seconds: int) -> None:
                 answer = {"error": _too_much()}
         except MemoryError:
             answer = {"error": _too_much()}
-        except Exception as error:  # a template raises what its author chose
+        except Exception as error:  # a template may raise anything
             answer = {"error": str(error)[:_CHARACTERS]}
         data = json.dumps(answer).encode()
         signal.alarm(0)
@@ -54,7 +53,7 @@ def _limit_memory() -> None:
 
 def _main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    # What libraries print is no answer.
+    # Output that libraries print must not be taken for an answer.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _serve(sys.stdin.buffer, answers, int(sys.argv[1]))
 

@@ -3,8 +3,8 @@
 A template comes with a model and is a program: ``{{ 'a' * 10**10 }}`` takes all memory,
 and two nested loops never end. transformers keeps a template from files and from
 Python's internals, but bounds neither memory nor time. So templates render in a child
-process, which is ended when one takes too long. The child renders for its parent as
-long as that lives. If it ends for another reason, it is replaced once.
+process, which is ended when a template takes too long. The child lives as long as its
+parent. If it ends for another reason, it is replaced once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..utils.child import module_process
 
 #: Seconds that one rendering may take; real ones take milliseconds.
 SECONDS = 10
-#: Seconds more, in which the process starts: one or two, many on a busy machine.
+#: Additional seconds for the process's start: it takes one or two, or many if busy.
 _START_SECONDS = 60
 _PROGRAM = f"{__package__}.template_process"
 
@@ -44,15 +44,16 @@ def render_chat(
 
     Args:
         config: more variables for the template.
-        tools: what the model may call.
+        tools: the tools that the model may call.
         continued: the last message is the beginning of the answer.
 
-    What renders in Python, a function of mlx-lm's or the user's own, is called as it
-    is.
+    A Python function that renders messages, mlx-lm's or the user's own, is called in
+    this process.
 
     Raises:
-        PromptError: the template refuses the messages, or takes too long or too much.
-        Exception: what such a function raises.
+        PromptError: the template refuses the messages, or takes too long or too much
+            memory.
+        Exception: whatever such a function raises.
     """
     options: dict[str, Any] = {
         **config,
@@ -65,7 +66,7 @@ def render_chat(
     template = template_of(tokenizer, tools=tools)
     if template is None:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    # As mlx-lm and transformers call it.
+    # The same variables as in mlx-lm and transformers.
     known = dict(tokenizer.special_tokens_map)
     if hasattr(tokenizer, "has_thinking"):
         known["enable_thinking"] = tokenizer.has_thinking
@@ -85,23 +86,23 @@ def template_of(
     tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str | None:
     """The template that transformers would render; ``None``: something else renders."""
-    # mlx-lm's wrapper hands this on to the tokenizer of transformers.
+    # mlx-lm's wrapper passes this on to transformers' tokenizer.
     get = getattr(tokenizer, "get_chat_template", None)
     inner = getattr(get, "__self__", None)
     if get is None or inner is None or inner.chat_template is None:
         return None
-    if "apply_chat_template" in vars(tokenizer):  # somebody's own
+    if "apply_chat_template" in vars(tokenizer):  # the user's own
         return None
     apply = getattr(type(inner), "apply_chat_template", None)
     if getattr(apply, "__module__", None) != "transformers.tokenization_utils_base":
         return None
-    if inner.init_kwargs.get("chat_template_type"):  # a function of mlx-lm's
+    if inner.init_kwargs.get("chat_template_type"):  # mlx-lm has a function
         return None
     return str(get() if tools is None else get(tools=list(tools)))
 
 
 class _Child:
-    """The process, started at first use."""
+    """The child process, started at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,16 +110,16 @@ class _Child:
         self._owner = 0
 
     def render(self, request: Mapping[str, Any]) -> str:
-        """One rendering, of ``render_jinja_template``'s arguments.
+        """Render with these arguments of ``render_jinja_template``.
 
         Raises:
-            PromptError: it came to nothing.
+            PromptError: the rendering failed.
         """
         line = json.dumps(request, default=_plain).encode() + b"\n"
         with self._lock:
             try:
                 answer = self._ask(line)
-            except BaseException:  # interrupted, perhaps: the next answer is not ours
+            except BaseException:  # perhaps interrupted: the next answer is stale
                 self._stop()
                 raise
         if "text" not in answer:
@@ -126,7 +127,7 @@ class _Child:
         return str(answer["text"])
 
     def start(self) -> None:
-        """Start the process, which takes a second, while there is other work."""
+        """Start the process early: it takes a second, in which other work can go on."""
         with self._lock, suppress(PromptError):
             self._started()
 
@@ -136,12 +137,12 @@ class _Child:
             self._stop()
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        for _ in range(2):  # what ended the first one may not be this template
+        for _ in range(2):  # something else may have ended the first one
             process = self._started()
             answer = _exchange(process, line, SECONDS + _START_SECONDS)
             if answer is not None and answer.endswith(b"\n"):
                 return dict(json.loads(answer))
-            if answer is not None:  # it ends, and says why
+            if answer is not None:  # it is ending, and its exit code says why
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_START_SECONDS)
             self._stop()
@@ -166,8 +167,8 @@ class _Child:
                 bufsize=0,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                cwd=os.sep,  # a folder that somebody removes would end its imports
-                start_new_session=True,  # Ctrl-C is the parent's
+                cwd=os.sep,  # imports would fail if its folder were removed
+                start_new_session=True,  # Ctrl-C is for the parent
             )
         except OSError as error:
             raise PromptError(
@@ -179,7 +180,7 @@ class _Child:
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():  # a fork's is its parent's
+        if process is None or self._owner != os.getpid():  # a fork's
             return
         process.kill()
         process.wait()
@@ -195,8 +196,8 @@ def _exchange(
     """Send a line, and read the line that answers it.
 
     Returns:
-        What came: less than a line where the process ended; ``None`` where it did
-        not answer in time.
+        The answer: less than a line if the process ended; ``None`` if it did not
+        answer in time.
     """
     assert process.stdin is not None
     assert process.stdout is not None
@@ -227,12 +228,12 @@ def _exchange(
 
 _CHILD = _Child()
 atexit.register(_CHILD.close)
-#: To be called where a chat template will be rendered soon.
+#: Call this when a chat template will be rendered soon.
 start = _CHILD.start
 
 
 def _plain(value: object) -> object:
-    """A value that JSON lacks, as transformers passes it to templates."""
+    """A value that JSON lacks, in the form that transformers passes to templates."""
     if isinstance(value, Mapping):
         return dict(value)
     return f"<{type(value).__name__}>"

@@ -1,4 +1,4 @@
-"""Many machines for one job: a stage for Ray Data, and what ``specdec run --ray`` runs.
+"""Many machines for one job: a stage for Ray Data, and ``specdec run --ray``.
 
 ::
 
@@ -20,9 +20,9 @@
     )
     results.write_json("results")
 
-Ray starts a worker again that ends, and gives its blocks to it or to another one. A row
-is a function of its prompt, its parameters and its seed, so it does not matter which
-worker decodes it, how often it begins, or which rows are beside it.
+Ray restarts a worker that ends, and gives its blocks to this worker or to another one.
+A row is a function of its prompt, its parameters and its seed. So it does not matter
+which worker decodes it, how often it begins, or which rows decode with it.
 """
 
 from .stage import SpecDecodeStage

@@ -27,16 +27,16 @@ from .stage import Worker
 
 # Seconds that a cluster has to answer.
 _REACHING = 2.0
-# How a client of HTTP/2 begins: its preface, and a frame of settings, which is empty.
-# A server's first frame is one of settings, too. Ray speaks gRPC, which is HTTP/2.
+# An HTTP/2 client begins with its preface and a SETTINGS frame (an empty one here). A
+# server's first frame is also a SETTINGS frame. Ray speaks gRPC, which uses HTTP/2.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _FRAME_HEAD, _SETTINGS = 9, 4
-#: A prompt of a job, with its index in it.
+#: A prompt of a job, with its index in the job and its parameters.
 Asked = tuple[int, Prompt, SamplingParams]
 
 
 class _Rows(Worker):
-    """Decodes what a job has packed."""
+    """Decodes rows that a job has packed."""
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         asked: list[Asked] = [pickle.loads(each) for each in batch["asked"]]
@@ -45,21 +45,21 @@ class _Rows(Worker):
 
 
 class RayJob:
-    """A job on a Ray cluster; to be entered.
+    """A job on a Ray cluster, used as a context manager.
 
     Args:
-        address: as ``ray.init`` has it: ``auto``, ``HOST:PORT`` of a cluster that this
+        address: as for ``ray.init``: ``auto``, ``HOST:PORT`` of a cluster that this
             machine is part of, or ``local``, which starts one here.
         workers: processes that decode; ``None``: one for each GPU that Ray has, or for
             each machine.
-        loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`, which have
-            to name a model on every machine.
+        loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`; the names
+            must be valid on every machine.
 
     Attributes:
-        target_name, draft_name: for reports.
-        by: who decodes, once they do.
-        max_draft_tokens: most tokens of a round.
-        stats: of the prompts that have ended; the time counts from the start of the
+        target_name, draft_name: the models' names, for reports.
+        by: a text that names the workers, once they decode.
+        max_draft_tokens: the most tokens that a round proposes.
+        stats: totals of the prompts that have ended; time counts from the start of the
             workers.
 
     Raises:
@@ -80,7 +80,7 @@ class RayJob:
         self.by = ""
 
     def __enter__(self) -> RayJob:
-        # A cluster that is started here reports to nobody.
+        # A cluster started here sends no usage statistics.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         address = self._address
@@ -95,7 +95,7 @@ class RayJob:
                     logging_level="error",
                     **({"include_dashboard": False} if address == "local" else {}),
                 )
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Ray raises many kinds
             raise ConfigError(
                 f"there is no Ray cluster at {address} ({one_line(str(error))}): "
                 "start one with ray start --head, or use --ray local"
@@ -115,10 +115,10 @@ class RayJob:
         requests: SamplingParams | list[SamplingParams],
         encoding: Encoding,
     ) -> Iterator[StreamEvent]:
-        """An event for each prompt, with its result, as blocks of prompts end.
+        """Yield an event with the result of each prompt, as blocks of prompts end.
 
         Args:
-            indices: of the records that are decoded.
+            indices: indices of the records to decode.
             requests: how to decode them.
             encoding: as for :meth:`~specdec.SpecDecoder.generate`.
 
@@ -148,12 +148,12 @@ class RayJob:
             fn_constructor_args=(dict(self._loading), dict(encoding)),
             batch_size=None,
             compute=ray.data.ActorPoolStrategy(
-                # Rows of the next block take the places of those that end.
+                # Rows of the next block take the places of rows that end.
                 size=workers,
                 max_concurrent_calls_per_actor=2,
             ),
             num_cpus=0 if gpus else 1,
-            # As many on each: of 3 workers on 2 GPUs, two share one.
+            # An equal share for each worker: with 3 workers on 2 GPUs, two share one.
             num_gpus=1 / -(-workers // gpus) if gpus else 0,
         )
         left = set(indices)
@@ -161,7 +161,7 @@ class RayJob:
             for block in dataset.iter_batches(batch_size=None, prefetch_batches=0):
                 for data in block["result"]:
                     result: GenerationResult = pickle.loads(data)
-                    left.remove(result.index)  # one that comes twice is a defect
+                    left.remove(result.index)  # fails if a result comes twice
                     yield self._event(result)
         except (ray.exceptions.RayError, KeyError) as error:
             raise _error_of(error) from error
@@ -186,10 +186,10 @@ class RayJob:
 
 
 def _check_reachable(address: str) -> None:
-    """Connect to a cluster, where its address is known: Ray tries for minutes.
+    """Try to connect to a cluster at a known address; Ray itself tries for minutes.
 
     Raises:
-        OSError: nobody answers there, or something else than Ray.
+        OSError: nothing answers there, or something other than Ray.
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or _last_cluster() or address
@@ -198,7 +198,7 @@ def _check_reachable(address: str) -> None:
         there = host.strip("[]"), int(port)
         with socket.create_connection(there, _REACHING) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return  # it begins with a handshake that is Ray's to make
+                return  # TLS begins with a handshake, which is left to Ray
             connection.sendall(_HELLO)
             head = connection.makefile("rb").read(_FRAME_HEAD)
         if len(head) < _FRAME_HEAD or head[3] != _SETTINGS:
@@ -206,7 +206,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _last_cluster() -> str:
-    """The address that Ray has noted on this machine: its cluster may have ended."""
+    """The last address that Ray noted on this machine; its cluster may have ended."""
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
     try:
         return (folder / "ray_current_cluster").read_text("utf-8").strip()
@@ -216,13 +216,13 @@ def _last_cluster() -> str:
 
 @contextmanager
 def _nothing_shown() -> Iterator[None]:
-    """Within the block nothing comes to standard error, from this process or another.
+    """Discard standard error within the block, also that of child processes.
 
-    Ray's core writes lines there for its authors; what fails comes as an exception.
+    Ray's core writes debugging lines there; failures come as exceptions.
     """
     try:
         kept = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # standard error is closed
         yield
         return
     try:
@@ -235,7 +235,7 @@ def _nothing_shown() -> Iterator[None]:
 
 
 def _everywhere(loading: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, with whole paths: workers run in other folders."""
+    """The arguments with absolute paths, as workers run in other folders."""
     found = dict(loading)
     for name in ("target", "draft", "adapter_path", "draft_adapter_path"):
         looked_up, plus, path = str(found.get(name) or "").rpartition("ngram+")
@@ -249,7 +249,7 @@ def _everywhere(loading: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _error_of(error: Exception) -> Exception:
-    """What a failed job says, by the worker's own error where there is one."""
+    """The error of a failed job: the worker's own error, if there is one."""
     found = re.findall(r"specdec\.errors\.(\w+): (.*)", str(error))
     if found:
         kind, text = found[-1]

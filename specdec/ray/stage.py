@@ -18,7 +18,7 @@ from ..sampling_params import JSON_SETTINGS, SamplingParams, require_params
 from ..utils.printable import quoted
 
 _WHOLE = frozenset(("seed", "max_tokens", "min_tokens", "top_k", "num_draft_tokens"))
-#: Types of columns that may be empty in a whole block, by their names in pyarrow.
+#: pyarrow's names for the types of columns that may be empty in a whole block.
 _TYPES = {
     "stop_reason": "string",
     "stop_token": "int64",
@@ -31,7 +31,7 @@ _LISTS = {"token_ids": "int64", "acceptance_by_position": "float64"}
 
 
 class Worker:
-    """A model in a process of Ray's; rows of all blocks decode together."""
+    """A model in a Ray worker process; rows of all blocks decode together."""
 
     def __init__(self, loading: Mapping[str, Any], encoding: Encoding):
         templates.start()
@@ -42,7 +42,7 @@ class Worker:
     async def decode(
         self, index: int, prompt: Prompt, params: SamplingParams
     ) -> GenerationResult:
-        """A row's result; a prompt that cannot be served gives one with the error."""
+        """Decode a row; the result has the error if its prompt cannot be served."""
         if self._server is None:
             self._server = self._decoder.serve()
             await self._server.__aenter__()
@@ -57,24 +57,24 @@ class Worker:
 class SpecDecodeStage(Worker):
     """Decodes rows of a Ray dataset: ``dataset.map_batches(SpecDecodeStage, ...)``.
 
-    A row has ``prompt`` (a text, or token ids) or ``messages``, and may have settings
-    of its own, such as ``max_tokens`` or ``seed``: fields of
-    :class:`~specdec.SamplingParams`; null is none. Its other columns stay. It gets the
-    columns of a line of ``specdec run --output``. One that cannot be decoded has its
-    ``error``, and the others go on.
+    A row has ``prompt`` (a text, or token ids) or ``messages``. It may have settings of
+    its own, such as ``max_tokens`` or ``seed``: fields of
+    :class:`~specdec.SamplingParams`; null means not set. Its other columns stay. It
+    gets the columns of a line of ``specdec run --output``. A row that cannot be decoded
+    gets an ``error``, and the others go on.
 
-    All rows of a batch are given to the decoder at once: ``batch_size=None``, a block,
-    keeps its rows full for longest.
+    All rows of a batch go to the decoder at once: ``batch_size=None``, a whole block,
+    keeps the decoder's rows full for longest.
 
     Args:
         target, draft: names of models, as for
             :meth:`~specdec.SpecDecoder.from_pretrained`.
-        params: of all rows. Row ``i`` draws with seed ``params.seed + i``, where ``i``
-            is its column ``index``.
+        params: parameters of all rows. Row ``i`` draws with seed ``params.seed + i``,
+            where ``i`` is its column ``index``.
         config: batch size, draft length, prefix cache of each worker.
-        encoding: ``system_prompt`` and its like, as for
+        encoding: options such as ``system_prompt``, as for
             :meth:`~specdec.SpecDecoder.generate`.
-        loading: more for :meth:`~specdec.SpecDecoder.from_pretrained`.
+        loading: further arguments of :meth:`~specdec.SpecDecoder.from_pretrained`.
 
     Raises:
         SpecdecError: the model cannot be loaded.
@@ -97,7 +97,7 @@ class SpecDecodeStage(Worker):
     async def __call__(self, batch: Any) -> Any:
         """The rows of a batch with their results, in their order."""
         given: dict[str, Any] = {}
-        if hasattr(batch, "to_pydict"):  # pyarrow's: its columns have types
+        if hasattr(batch, "to_pydict"):  # a pyarrow table, whose columns have types
             table: Any = batch
             given = {name: table.column(name) for name in table.column_names}
             batch = table.to_pydict()
@@ -145,16 +145,16 @@ class SpecDecodeStage(Worker):
 
 
 def _whole(value: Any) -> Any:
-    """A column of whole numbers with nulls has floats in numpy."""
+    """Turn a whole float into an int: numpy has floats in int columns with nulls."""
     whole = isinstance(value, float) and value.is_integer()
     return int(value) if whole else value
 
 
 def _plain(value: Any) -> Any:
-    """A value of a batch as JSON has it, without keys that other rows have."""
+    """A value of a batch as plain JSON, without keys that only other rows have."""
     if isinstance(value, float) and math.isnan(value):
         return None  # numpy has no null
-    if hasattr(value, "tolist"):  # numpy's
+    if hasattr(value, "tolist"):  # a numpy value
         value = value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items() if each is not None}
@@ -162,10 +162,10 @@ def _plain(value: Any) -> Any:
 
 
 def _table(columns: Mapping[str, Any], results: Sequence[GenerationResult]) -> Any:
-    """A table of pyarrow's; blocks have the same types whatever their rows are.
+    """A pyarrow table, with the same column types for every block.
 
     Args:
-        columns: those that stay: lists, or columns of pyarrow's.
+        columns: the columns that stay: lists, or pyarrow columns.
     """
     import pyarrow as pa
 

@@ -1,8 +1,7 @@
 """Adjusts logits before a token is chosen: bias, penalties, min_tokens.
 
-The definitions are those of ``mlx_lm.sample_utils.make_logits_processors``, in its
-order; they are computed for all rows at once, from tokens that never leave the
-device.
+Definitions and order are those of ``mlx_lm.sample_utils.make_logits_processors``. They
+are computed for all rows at once, from tokens that never leave the device.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Penalty:
         """How often each token occurs in each window, shape (B, S, V).
 
         Args:
-            windows: the newest tokens before each position, shape (B, S, W); less
-                than 0 where there is none.
+            windows: the newest tokens before each position, shape (B, S, W); negative
+                where there is none.
         """
         num_rows, num_tokens, width = windows.shape
         newest = mx.arange(width) >= width - self.context_size[:, None, None]
@@ -67,7 +66,7 @@ class Adjustments:
     Args:
         bias: shape (B, 1, V), or ``None``.
         early: tokens that must not end a row yet, shape (B, 1, V), boolean.
-        first_end: the first position at which they may end it, shape (B, 1).
+        first_end: the first position at which these tokens may end a row, shape (B, 1).
     """
 
     bias: mx.array | None
@@ -118,7 +117,7 @@ class Adjustments:
     def apply(
         self, logits: mx.array, windows: mx.array, positions: mx.array
     ) -> mx.array:
-        """Adjusted logits, shape (B, S, V), in the type of ``logits``.
+        """The adjusted logits, shape (B, S, V), in the type of ``logits``.
 
         Args:
             logits: shape (B, S, V).

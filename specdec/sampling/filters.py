@@ -13,7 +13,7 @@ from ..sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Filter:
-    """Which tokens may be drawn; :class:`~specdec.SamplingParams` has the settings."""
+    """Which tokens may be drawn; :class:`~specdec.SamplingParams` explains it."""
 
     top_p: float = 1.0
     min_p: float = 0.0

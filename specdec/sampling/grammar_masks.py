@@ -1,7 +1,7 @@
 """Masks the tokens that grammars forbid, at each position of a round.
 
-Masks are made on the host, from tokens that it has to read: a row's committed ones, and
-those proposed after them. Whoever asks first, the draft or the target, has them made.
+Masks are made on the host, from tokens that it has to read: a row's committed tokens
+and the tokens proposed after them. The first caller, draft or target, has them made.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Path:
     Args:
         state: the row's state in its grammar.
         ends: tokens that end the row: nothing follows them.
-        most: proposals that it may accept.
-        tokens: proposals that were allowed by the mask at their position.
-        num_masks: how many positions, the first ones, have a mask.
+        most: the most proposals that the row may accept.
+        tokens: proposals that the mask at their position allows.
+        num_masks: how many positions, from the first on, have a mask.
     """
 
     state: GrammarState
@@ -48,10 +48,10 @@ class GrammarMasks:
         states: the grammar states after the committed tokens, by row.
         ends: tokens that end each of these rows.
         limits: the most proposals that each row of the batch may accept.
-        num_tokens: positions of the round, k + 1.
+        num_tokens: number of positions in the round, k + 1.
 
     Attributes:
-        errors: by row, why its grammar has failed.
+        errors: why a row's grammar has failed, by row.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GrammarMasks:
         self.errors: dict[int, str] = {}
 
     def forced(self) -> tuple[list[list[int]], list[int]]:
-        """Each row's forced tokens after what is committed, and how many they are."""
+        """Each row's forced tokens after its committed tokens, and their numbers."""
         num_rows, num_tokens, _ = self._bits.shape
         tokens = [[0] * (num_tokens - 1) for _ in range(num_rows)]
         lengths = [0] * num_rows
@@ -84,8 +84,8 @@ class GrammarMasks:
         """Logits, minus infinity for tokens that a row's grammar forbids.
 
         Args:
-            logits: of all positions, shape (B, k + 1, V).
-            proposed: shape (B, k).
+            logits: logits of all positions, shape (B, k + 1, V).
+            proposed: the proposed tokens, shape (B, k).
         """
         # The device computes them while the host reads and makes masks.
         mx.async_eval(logits)
@@ -93,10 +93,10 @@ class GrammarMasks:
         return mx.where(_expanded(self._bits, logits), logits, -mx.inf)
 
     def mask_next(self, logits: mx.array, proposed: Sequence[mx.array]) -> mx.array:
-        """A draft's logits of the position after ``proposed``, in the same way.
+        """Mask a draft's logits of the position after ``proposed`` in the same way.
 
-        Where a draft lacks all that is allowed, it may propose what is refused: draws
-        from its distribution stay draws from one.
+        If the draft's vocabulary lacks all allowed tokens, its logits stay as they are,
+        so that they remain a distribution to draw from. The proposal is then refused.
 
         Args:
             logits: shape (B, 1, V' <= V).
@@ -122,7 +122,7 @@ class GrammarMasks:
                 same += 1
             bits = self._bits[row]
             if same < len(path.tokens) and same < len(tokens):
-                # Made for other proposals.
+                # These masks were made for other proposals.
                 del path.tokens[same:]
                 path.num_masks = same + 1
                 bits[same + 1 :] = _ANY
@@ -146,7 +146,7 @@ class GrammarMasks:
 
 
 def _expanded(bits: Any, logits: mx.array) -> mx.array:
-    """Bits of tokens, shape (B, S, words), as truth values shaped like the logits."""
+    """Bits of tokens, shape (B, S, words), as booleans shaped like the logits."""
     bytes_ = mx.array(np.ascontiguousarray(bits)).view(mx.uint8)
     flags = (bytes_[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     return flags.reshape(*bits.shape[:2], -1)[..., : logits.shape[-1]].astype(mx.bool_)

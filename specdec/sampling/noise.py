@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-# Draws of one position for different uses have different keys: the position's own, or
-# one split off it.
+# A position's draws for different uses have different keys: the position's own key, or
+# keys split off it.
 NUM_KEYS = 4
 _ROUND, XTC, ACCEPT, RESIDUAL = range(NUM_KEYS)
 # Far below -3.1, the noise of the smallest uniform draw above 0 in float32.
@@ -36,7 +36,7 @@ class Draws:
     xtc: mx.array | None = None
 
     def at(self, j: int) -> Draws:
-        """The draws of just the ``j``-th position."""
+        """The draws of the ``j``-th position alone."""
         return self._part((slice(None), slice(j, j + 1)))
 
     def first(self, k: int) -> Draws:
@@ -44,7 +44,7 @@ class Draws:
         return self._part((slice(None), slice(k)))
 
     def row(self, i: int) -> Draws:
-        """The draws of just row ``i``."""
+        """The draws of row ``i`` alone."""
         return self._part((slice(i, i + 1),))
 
     def _part(self, which: tuple[slice, ...]) -> Draws:
@@ -101,13 +101,13 @@ def round_draws(
 ) -> tuple[mx.array, mx.array]:
     """Draws that no other round uses, for decisions about whole prefixes.
 
-    Such a decision depends on what was drawn for all of a round's positions, those
-    after its last kept token too. Had the next round the same draws at the same
-    positions, it would find them biased.
+    Such a decision depends on the draws of all of a round's positions, also of those
+    after its last kept token. If the next round had the same draws at these positions,
+    they would be biased.
 
     Args:
         seed: shape (B,), uint32.
-        first: position of the round's first token, another one in every round,
+        first: position of the round's first token, which differs from round to round,
             shape (B,).
 
     Returns:

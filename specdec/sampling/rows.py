@@ -24,7 +24,7 @@ class RowSampling:
     Args:
         temperature: shape (B,), float32; 0 is greedy.
         seed: shape (B,), uint32.
-        greedy: no row samples, so that no noise is needed.
+        greedy: no row samples, so no noise is needed.
         filters: each filter in use, with the rows that it applies to; ``None``: all.
         adjustments: bias, penalties, min_tokens; ``None`` if no row has any.
         context_size: how many of a row's newest tokens the next choice needs.
@@ -52,8 +52,8 @@ class RowSampling:
         """The settings of several requests, in row order.
 
         Args:
-            prompt_lengths, end_tokens: of each row, for ``min_tokens``.
-            adjust: whether bias, penalties and ``min_tokens`` are part of them.
+            prompt_lengths, end_tokens: each row's, for ``min_tokens``.
+            adjust: whether to include bias, penalties and ``min_tokens``.
         """
         lengths = prompt_lengths or [0] * len(params)
         contexts = [
@@ -106,9 +106,9 @@ class RowSampling:
             logits: shape (B, S, V).
             recent: each row's newest tokens before the first of the positions,
                 shape (B, W), W at least ``context_size``; -1 where there is none.
-            following: the tokens that are supposed at the positions, shape
+            following: the tokens supposed to stand at the positions, shape
                 (B, S - 1) or more.
-            draws: of the positions.
+            draws: the positions' draws.
         """
         if self.adjustments is None:
             return logits
@@ -122,13 +122,13 @@ class RowSampling:
 
         ``argmax(logits / temperature + noise)`` is a draw from
         ``softmax(logits / temperature)`` (the Gumbel-max trick). It is computed as
-        ``argmax(logits + temperature * noise)``, the same for every temperature
-        above 0, and at 0 the arg-max of the logits. Tokens that a row's filter
-        refuses are never drawn.
+        ``argmax(logits + temperature * noise)``: equal for every temperature above 0,
+        and the arg-max of the logits at 0. Tokens that a row's filter refuses are
+        never drawn.
 
         Args:
             logits: from :meth:`adjusted`, shape (B, S, V' <= V).
-            draws: of the positions.
+            draws: the positions' draws.
 
         Returns:
             Token ids, shape (B, S), int32.
@@ -137,7 +137,7 @@ class RowSampling:
             noise = draws.gumbel[..., : logits.shape[-1]]
             scaled = self.temperature[:, None, None] * noise
             logits = self.filtered(logits, draws) + scaled
-        # The same bytes; a conversion would be a kernel.
+        # A view has the same bytes; a conversion would need a kernel.
         return mx.argmax(logits, axis=-1).view(mx.int32)
 
     def filtered(self, logits: mx.array, draws: Draws) -> mx.array:
@@ -146,16 +146,16 @@ class RowSampling:
         for which, rows in self.filters:
             if rows is None:
                 return which.apply(logits, draws.xtc)
-            # Only the rows that use it, since sorting a vocabulary takes long.
+            # Only the rows that use the filter, since sorting a vocabulary takes long.
             xtc = None if draws.xtc is None else draws.xtc[rows]
             logits[rows] = which.apply(logits[rows], xtc)
         return logits
 
     def probabilities(self, logits: mx.array, draws: Draws) -> mx.array:
-        """What the rows draw from, shape (B, S, V), float32; zero for filtered tokens.
+        """The rows' distributions, shape (B, S, V), float32; zero for filtered tokens.
 
-        A row at temperature 0 has all of it on the arg-max. A draft with fewer
-        logits than the target gives the rest nothing.
+        A row at temperature 0 has probability 1 at the arg-max. A draft with fewer
+        logits than the target has probability 0 for the rest.
         """
         cold = (self.temperature == 0)[:, None, None]
         warm = mx.where(cold, 1.0, self.temperature[:, None, None])

@@ -1,4 +1,4 @@
-"""The web application of one engine: routes, and answers to clients that leave."""
+"""The web application of one engine: its routes, and clients that leave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .web import (
 
 log = logging.getLogger("specdec.server")
 
-#: Seconds that a client may take to read its answer, beside the time that it takes.
+#: Seconds that a client may take to read its answer, on top of the answer's time limit.
 _READ_SECONDS = 60
 
 _EVENTS = [
@@ -53,7 +53,7 @@ T = TypeVar("T")
 def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starlette:
     """A web application that serves a decoder, for any ASGI server.
 
-    Its ``state.service`` is there while its lifespan runs.
+    Its ``state.service`` exists while its lifespan runs.
     """
     config = config or ServerConfig()
 
@@ -83,7 +83,7 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
     )
 
 
-# -- what answers at once -----------------------------------------------------------
+# -- endpoints that answer at once ---------------------------------------------------
 
 
 def _service(request: Request) -> Service:
@@ -184,7 +184,7 @@ async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
 
 
 def _endpoint(path: str, parse: Parse) -> Route:
-    """A path at which jobs are answered."""
+    """The route of a path at which jobs are answered."""
 
     async def endpoint(request: Request) -> Response:
         service = _service(request)
@@ -218,7 +218,7 @@ class _Answer(Response):
         began = time.monotonic()
         outcome = None
         try:
-            # One that does not read keeps its place no longer than others.
+            # A client that does not read must not keep its place longer than others.
             limit = self._service.config.request_timeout + _READ_SECONDS
             answer = self._answer(scope, receive, send)
             outcome = await until_gone(answer, receive, limit)
@@ -258,7 +258,7 @@ class _Answer(Response):
 
     async def _stream(self, events: AsyncIterator[Event | None], sent: Sent) -> None:
         rendering = self._rendering
-        held = b""  # until there is a token: what fails before has a status of its own
+        held = b""  # until there is a token: an earlier failure gets its own status
         async for event in events:
             if event is None:
                 held += rendering.alive()

@@ -90,7 +90,7 @@ NAMES = {
 
 
 def parse(body: Any, service: Service) -> ChatRendering:
-    """A request."""
+    """Parse a request's body."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     if values["top_logprobs"] and not values["logprobs"]:
@@ -139,7 +139,7 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
     """Messages for the chat template.
 
     Raises:
-        Refusal: one has a part that is no text.
+        Refusal: a message has a part that is not text.
     """
     called: dict[str, str] = {}
     made = [_message(m, f"messages[{i}]", called) for i, m in enumerate(given)]

@@ -22,7 +22,7 @@ from .sampling import (
 )
 from .service import Service
 
-#: OpenAI's own, where a request does not say.
+#: OpenAI's default, for requests without ``max_tokens``.
 _MAX_TOKENS = 16
 TABLE: Table = {
     "model": Parameter(str),
@@ -46,7 +46,7 @@ NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n
 
 
 def parse(body: Any, service: Service) -> TextRendering:
-    """A request."""
+    """Parse a request's body."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     usage = wants_usage(values)
@@ -78,7 +78,7 @@ def parse(body: Any, service: Service) -> TextRendering:
 
 
 def _prompts(given: Any) -> list[str | tuple[int, ...]]:
-    """One prompt or several, each a text or token ids."""
+    """The prompts of a request, one or several, each a text or token ids."""
     several = isinstance(given, list) and not all(_is_token(x) for x in given)
     prompts = given if several else [given]
     if given and len(prompts) <= 2048:
@@ -110,7 +110,7 @@ class TextRendering(CompletionRendering):
     ):
         super().__init__(job, model, **how)
         self._service, self.echo = service, echo
-        self._lengths: dict[int, int] = {}  # of the tokens of each choice so far
+        self._lengths: dict[int, int] = {}  # of each choice's text so far
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         text = outcome.begun.prompt + outcome.text if self.echo else outcome.text

@@ -21,23 +21,24 @@ class ServerConfig:
     """How a server treats its clients.
 
     Args:
-        names: of the model; ``*`` accepts every name. Responses have the first one, or
-            the target's own where there is none.
-        api_keys: clients have to send one of them; empty: none is asked for.
+        names: names of the model; ``*`` accepts every name. Responses have the first
+            one, or the target's own if there is none.
+        api_keys: clients have to send one of these keys; empty: no key is needed.
         cors: origins whose pages may call the server from a browser.
         max_waiting: requests that may wait for a row; more are refused (429).
-        max_body_bytes: of a request.
-        max_prompt_tokens: of a prompt; ``None``: what the context leaves.
-        max_tokens: tokens to generate where a request does not say.
-        max_output_tokens: most that a request may ask for; ``None``: any number.
-        temperature: where a request does not say; OpenAI's own is 1.
+        max_body_bytes: the most bytes of a request's body.
+        max_prompt_tokens: the most tokens of a prompt; ``None``: what the context
+            leaves.
+        max_tokens: tokens to generate if a request does not say.
+        max_output_tokens: the most that a request may ask for; ``None``: any number.
+        temperature: the temperature if a request does not say; OpenAI's default is 1.
         request_timeout: seconds after which an answer is cut, waiting included.
         stop_timeout: seconds that running requests have to end when the server stops.
         keep_alive: seconds without an event after which a stream gets a comment.
         chat_template_config: variables of the chat template.
         prefix_sharing: ``all`` clients share kept prefixes, or each ``client`` has its
-            own. A client is known by its key (its address, where there are no keys)
-            and by the user that its requests name.
+            own. A client is identified by its key (or its address, if there are no
+            keys) and by the user that its requests name.
     """
 
     names: tuple[str, ...] = ()

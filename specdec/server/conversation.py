@@ -1,4 +1,4 @@
-"""What the protocols share of conversations: tools, texts, template variables."""
+"""Parts of conversations that the protocols share: tools, texts, template variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .parameters import Parameter, Table, shaped
 from .refusal import Refusal
 from .service import Service
 
-#: Documented parts of tools and of their calls, of all protocols, of no use here.
+#: Parts of tools and tool calls that protocols document and this server cannot use.
 TOOL_PARTS: Table = {
     "allowed_callers": Parameter(
         [str], only=(["direct"],), refused="nothing but the model calls them"
@@ -46,7 +46,7 @@ def variables(
     *,
     where: str = "reasoning_effort",
 ) -> dict[str, Any]:
-    """Variables for the chat template, beside messages and tools."""
+    """Variables for the chat template, in addition to messages and tools."""
     for name in given:
         if name in OWN_VARIABLES or name == "tools":
             raise Refusal.invalid(
@@ -70,7 +70,7 @@ def variables(
 
 
 def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
-    """Tools in OpenAI's form, and whether one must be called."""
+    """The tools in OpenAI's form, and whether one must be called."""
     for i, tool in enumerate(given):
         at = f"tools[{i}]"
         shaped(tool, {"type": str}, at)
@@ -121,7 +121,7 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
 
 
 def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
-    """Refuse a format together with tools: a call would not follow it."""
+    """Refuse a format together with tools: a tool call would not follow the format."""
     if params.grammar is not None and tools.functions:
         raise Refusal.invalid(
             where,
@@ -139,7 +139,7 @@ def check_name(name: str, where: str) -> None:
 
 
 def arguments_of(text: str, where: str) -> dict[str, Any]:
-    """Arguments of a call in the form that chat templates need."""
+    """A call's arguments in the form that chat templates need."""
     try:
         found = parse_json(text or "{}")
     except DataError as error:
@@ -186,12 +186,12 @@ def _named(service: Service, token: int, logprob: float) -> dict[str, Any]:
     whole = "\ufffd" not in text
     return {
         "token": text,
-        # JSON has no infinity; OpenAI writes this number for tokens of no chance.
+        # JSON has no infinity; OpenAI writes -9999 for tokens of probability 0.
         "logprob": max(logprob, -9999.0),
         "bytes": list(text.encode()) if whole else None,
     }
 
 
 def token_text(service: Service, token: int) -> str:
-    """The text of one token; a part of a character is U+FFFD."""
+    """The text of one token; U+FFFD for a part of a character."""
     return str(service.decoder.tokenizer.decode([token]))

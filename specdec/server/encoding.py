@@ -15,8 +15,8 @@ from ..prompts.templates import template_of
 from .job import Chat, Text, Tools
 from .refusal import Refusal
 
-#: Tokens around the text before and after a gap: first, between, last, and whether the
-#: text after the gap comes first. By the names of those who trained with them.
+#: Tokens around the text before and after a gap: the first one, the one between, the
+#: last one, and whether the text after the gap comes first. One line per model family.
 _GAPS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", False),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", False),
@@ -27,13 +27,13 @@ _GAPS = (
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", False),
     ("[SUFFIX]", "[PREFIX]", "", True),
 )  # fmt: skip
-#: Tokens with which such a model ends what is in the gap.
+#: Tokens with which such models end the text in the gap.
 _GAP_ENDS = (
     "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>",
     "<|file_separator|>", "<|repo_name|>", "\u2581<EOT>", "<EOT>",
 )  # fmt: skip
 
-#: How a call of a function ($) begins, by mlx-lm's parsers, after their own marker.
+#: How a call of function ``$`` begins after the marker, by the name of mlx-lm's parser.
 _CALLS = {
     "json_tools": '\n{"name": "$", "arguments": ',
     "qwen3_coder": "\n<function=$>\n",
@@ -50,9 +50,9 @@ class Encoded:
     """A prompt for the model, and how its answer begins and ends.
 
     Args:
-        thinks: the answer begins with reasoning.
-        begun: the beginning of the answer that the prompt ends with.
-        stop_token_ids: more tokens that end it.
+        thinks: whether the answer begins with reasoning.
+        begun: the beginning of the answer, with which the prompt ends.
+        stop_token_ids: further tokens that end the answer.
     """
 
     prompt: EncodedPrompt
@@ -62,10 +62,10 @@ class Encoded:
 
 
 def encode_source(decoder: SpecDecoder, source: Chat | Text) -> Encoded:
-    """Token ids of a source.
+    """Encode a source as token ids.
 
     Raises:
-        PromptError, Refusal: it cannot be encoded.
+        PromptError, Refusal: the source cannot be encoded.
     """
     if isinstance(source, Chat):
         return _chat(decoder, source)
@@ -125,7 +125,7 @@ def check_tools(tokenizer: Any, tools: Tools) -> None:
 
 
 def beginning(tokenizer: Any, name: str | None) -> str:
-    """The beginning of an answer that calls ``name``; any function for ``None``."""
+    """The beginning of an answer that calls ``name``, or any function for ``None``."""
     start: str = tokenizer.tool_call_start
     if name is None:
         return start

@@ -1,4 +1,4 @@
-"""The web application in front of replicas: it passes each request to one of them.
+"""The web application in front of replicas: passes each request to one of them.
 
 No mlx here.
 """
@@ -42,11 +42,11 @@ from .web import (
     until_gone,
 )
 
-#: Replicas that a request is given to, one after the other, while nothing was sent.
+#: How many replicas a request is tried on in turn, while nothing has been sent back.
 _ATTEMPTS = 2
-#: Seconds that a client may take to read its answer, beside the time that it takes.
+#: Seconds that a client may take to read its answer, on top of the answer's time limit.
 _READ_SECONDS = 120
-#: Headers of one connection, and those that are another's on the next one.
+#: Headers that belong to one connection, and headers that differ on the next one.
 _NOT_PASSED_ON = frozenset(
     (b"authorization", b"connection", b"content-length", b"cookie", b"date", b"expect",
      b"host", b"keep-alive", b"origin", b"proxy-authorization", b"request-id", b"te",
@@ -85,8 +85,8 @@ class Front:
     """Passes requests to replicas; used from one event loop.
 
     Args:
-        replicas: entered, or soon.
-        config: limits; those of the replicas.
+        replicas: the replicas, whose context is entered now or soon.
+        config: limits, the same as the replicas'.
     """
 
     def __init__(self, replicas: Replicas, config: ServerConfig):
@@ -103,17 +103,17 @@ class Front:
 
     @property
     def failure(self) -> ServerError | None:
-        """Why there will be no more replicas; ``None``: there will be."""
+        """Why no replica will answer any more; ``None`` while one may."""
         return self.replicas.failure
 
     @property
     def pending(self) -> int:
-        """Answers that have not ended."""
+        """How many answers have not ended."""
         return sum(each.running for each in self.replicas.all)
 
     @property
     def status(self) -> str:
-        """The state, in one word."""
+        """The front's state, in one word."""
         if self._draining:
             return "stopping"
         return "ok" if self.healthy else "starting"
@@ -177,12 +177,12 @@ async def _forward(request: Request) -> Response:
 def _blocks(body: bytes) -> Blocks:
     try:
         return blocks_of(parse_json(body)) if body else ()
-    except DataError:  # for the replica to refuse
+    except DataError:  # the replica will refuse it
         return ()
 
 
 class _Forwarded(Response):
-    """A replica's answer; if the client leaves, it ends in the replica as well."""
+    """A replica's answer; if the client leaves, the replica ends it, too."""
 
     def __init__(self, front: Front, request: Request, body: bytes, blocks: Blocks):
         super().__init__()
@@ -208,7 +208,7 @@ class _Forwarded(Response):
             except Refusal as refusal:
                 await error_response(refusal, path)(scope, receive, send)
                 return
-            except httpx.ConnectError:  # it has just ended, and was given nothing
+            except httpx.ConnectError:  # it has just ended, and received nothing
                 tried.append(replica)
             except httpx.TransportError:
                 given, tried = given + 1, [*tried, replica]
@@ -235,7 +235,7 @@ class _Forwarded(Response):
         request, client = self._request, replica.client
         if client is None:
             raise httpx.ConnectError("it has just ended")
-        # As it came: httpx refuses some paths, such as //v1, once they are decoded.
+        # The path as it came: httpx refuses some decoded paths, such as //v1.
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"] + (b"?" + query if query else b"")
         url = httpx.URL("http://localhost").copy_with(raw_path=path)
@@ -269,12 +269,12 @@ def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
 
 
 class _Passed(Sent):
-    """A replica's answer while it is passed on; a stream in whole events."""
+    """A replica's answer while it is passed on; streams are sent in whole events."""
 
     def __init__(self, send: Send):
         super().__init__(send)
-        self._part = b""  # of an event
-        self._count = 0  # of events
+        self._part = b""  # of an event that is not complete
+        self._count = 0  # of events sent
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         headers = [*headers, (b"content-length", str(len(body)).encode())]
@@ -293,7 +293,7 @@ class _Passed(Sent):
         await self.more(self._part, last=True)
 
     async def fail(self, refusal: Refusal, path: str) -> None:
-        """End a stream with the error of the protocol that the path belongs to."""
+        """End a stream with an error, in the form of the path's protocol."""
         if path.startswith("/v1/messages"):
             event = sse(refusal.anthropic(), "error")
         elif path.startswith("/v1/responses"):
@@ -309,7 +309,7 @@ class _Passed(Sent):
 
 
 async def _metrics(request: Request) -> Response:
-    """The replicas' metrics, labelled with their numbers, and those of the front."""
+    """The front's metrics, and the replicas', labelled with the replica's number."""
     front = _front(request)
     texts = await asyncio.gather(*map(_metrics_of, front.replicas.all))
     registry = CollectorRegistry()

@@ -1,7 +1,8 @@
 """A job and the events that answer it, the same for all protocols.
 
-A protocol makes a :class:`Job` of a body. The service answers it with events, in the
-order Begun, Piece and Call, End for each choice; choices mix.
+A protocol makes a :class:`Job` from a body. The service answers it with events. Each
+choice's events come in the order Begun, Piece and Call, End; those of different choices
+mix.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Tools:
     """The functions that the model may call, in OpenAI's form, and whether it must.
 
     Args:
-        functions: ``{"type": "function", "function": {...}}`` each.
-        required: it has to call one.
-        name: it has to call this one.
-        parallel: it may call several at once.
+        functions: dicts of the form ``{"type": "function", "function": {...}}``.
+        required: the model has to call a function.
+        name: the model has to call this function.
+        parallel: the model may call several functions at once.
     """
 
     functions: Sequence[Mapping[str, Any]] = ()
@@ -52,7 +53,7 @@ class Chat:
 
     Args:
         continue_final: the last message is the beginning of the answer.
-        variables: of the template, beside messages and tools.
+        variables: variables of the template, in addition to messages and tools.
         formatted: the answer has a format from its first token on.
     """
 
@@ -65,7 +66,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Text:
-    """A text or token ids to continue; with ``suffix``, to fill the middle."""
+    """A text or token ids to continue; with ``suffix``, the middle is filled."""
 
     prompt: str | tuple[int, ...]
     suffix: str | None = None
@@ -76,10 +77,10 @@ class Job:
     """What one request asks for.
 
     Args:
-        sources: a prompt each.
+        sources: the prompts.
         params: how to decode them. Choice ``i`` draws with seed ``params.seed + i``.
-        n: choices of each prompt.
-        names: parameters of the protocol, by the fields that they fill.
+        n: choices per prompt.
+        names: names of the protocol's parameters, by the fields that they fill.
     """
 
     sources: Sequence[Chat | Text]
@@ -89,11 +90,11 @@ class Job:
 
     @property
     def choices(self) -> int:
-        """How many answers it asks for, a row each."""
+        """How many answers the job asks for; each takes a row."""
         return len(self.sources) * self.n
 
     def of_client(self, client: str) -> Job:
-        """A copy whose prefixes are kept apart from other clients'."""
+        """A copy that shares no prefixes with other clients."""
         salt = json.dumps([client, self.params.cache_salt])
         return replace(self, params=replace(self.params, cache_salt=salt))
 
@@ -103,8 +104,9 @@ class Begun:
     """A choice waits for its first token.
 
     Args:
-        prompt: its text, as the tokenizer got it.
-        counts: its prompt is no other choice's.
+        prompt: the prompt's text, as the tokenizer received it.
+        counts: whether the prompt's tokens are counted for this choice: choices of one
+            prompt count them once.
     """
 
     choice: int
@@ -125,7 +127,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call of a choice, whole; ``arguments`` are JSON."""
+    """A complete tool call of a choice; ``arguments`` are JSON."""
 
     choice: int
     index: int
@@ -139,8 +141,8 @@ class End:
     """A choice has ended.
 
     Args:
-        stop: the text of the client's that ended it.
-        cut: what ended it before its time: ``time limit`` or ``shutdown``.
+        stop: the client's stop text that ended it.
+        cut: what cut it short: ``time limit`` or ``shutdown``.
     """
 
     choice: int
@@ -155,7 +157,7 @@ Event: TypeAlias = Begun | Piece | Call | End
 
 @dataclass
 class Outcome:
-    """What a choice has become so far."""
+    """What a choice has produced so far."""
 
     begun: Begun
     text: str = ""
@@ -166,7 +168,7 @@ class Outcome:
 
     @property
     def end(self) -> End:
-        """How it ended."""
+        """How the choice ended."""
         assert self.ended is not None
         return self.ended
 
@@ -196,7 +198,7 @@ class Usage:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Usage:
-        """The sum; a prompt of several choices counts once."""
+        """The sum over choices; a prompt of several choices counts once."""
         own = [o for o in outcomes if o.begun.counts]
         results = [o.ended.result for o in outcomes if o.ended]
         return cls(

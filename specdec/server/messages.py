@@ -26,7 +26,7 @@ from .routing import BILLING
 from .sampling import MORE, constraint, sampling, stops
 from .service import Service
 
-#: What describes a prompt.
+#: The parameters that describe a prompt.
 PROMPT: Table = {
     "model": Parameter(str, required=True),
     "messages": Parameter([dict], required=True, low=1),
@@ -90,7 +90,7 @@ NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "stop": "stop_sequenc
 
 
 def parse(body: Any, service: Service) -> MessageRendering:
-    """A request.
+    """Parse a request's body.
 
     Raises:
         Refusal: a parameter cannot be used.
@@ -116,14 +116,14 @@ def parse(body: Any, service: Service) -> MessageRendering:
 
 
 def _format(values: dict[str, Any]) -> dict[str, Any]:
-    """The parameters for the requested format."""
+    """The sampling parameters for the requested format."""
     if values["output_format"] is not None:
         return constraint(values["output_format"], "output_format")
     return constraint((values["output_config"] or {}).get("format"), NAMES["grammar"])
 
 
 def parse_count(body: Any, service: Service) -> Chat:
-    """A request to count the tokens of a prompt.
+    """Parse a request to count the tokens of a prompt.
 
     Raises:
         Refusal: a parameter cannot be used.
@@ -150,7 +150,7 @@ def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
     if (thinking := values["thinking"]) is not None:
         given["enable_thinking"] = thinking["type"] != "disabled"
     if effort := (values["output_config"] or {}).get("effort"):
-        # Every model may be asked for it; it is a hint.
+        # A hint, which may be given to every model.
         given["reasoning_effort"] = effort
     management = values["context_management"] or {}
     edits = shaped(management.get("edits") or [], [dict], "context_management.edits")
@@ -275,7 +275,7 @@ def _assistant(
         if kind == "thinking":
             made["reasoning_content"] = shaped(block, {"thinking": str}, at)["thinking"]
         elif kind == "redacted_thinking":
-            continue  # nobody here can read it
+            continue  # its content is encrypted
         elif kind == "tool_use":
             shaped(block, {"id": str, "name": str, "input": dict}, at)
             check_parts(block, CALL_PARTS, at)
@@ -296,8 +296,9 @@ class MessageRendering(Rendering):
     """A message, whole or as Anthropic's sequence of events.
 
     Attributes:
-        diagnoses: an earlier message is to be compared with, which is not kept.
-        omits_thinking: blocks of thinking are there, and empty.
+        diagnoses: the request asks for a comparison with an earlier message. Earlier
+            messages are not kept.
+        omits_thinking: blocks of thinking are sent, but empty.
     """
 
     diagnoses = False

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, of requests and of the engine."""
+"""Metrics of requests and of the engine, for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Metrics:
     """Counts and times of one server.
 
     Args:
-        engine: whose totals are shown.
-        waiting: requests that have no row yet.
-        prefix_bytes: that the prefix store holds in memory.
+        engine: the engine whose totals are shown.
+        waiting: gives the number of requests that have no row yet.
+        prefix_bytes: gives the bytes that the prefix store holds in memory.
     """
 
     def __init__(

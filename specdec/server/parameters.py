@@ -1,7 +1,7 @@
-"""Checks request bodies, by tables of parameters.
+"""Checks request bodies by tables of parameters.
 
-Each protocol has a table of all that its documentation names. A parameter is honoured,
-or refused by name; an unknown one is refused, too.
+Each protocol has a table of all parameters that its documentation names. A parameter is
+honoured, or refused by name; an unknown one is refused, too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Parameter:
     """One parameter of a request.
 
     Args:
-        shape: of its value, as :func:`~specdec.utils.data_files.check_shape` has it.
-        default: its value where it is absent or ``null``.
-        low, high: least and most, of a number; of a list or a text, its length.
-        only: values that are possible; ``()``: all.
+        shape: its value's shape, see :func:`~specdec.utils.data_files.check_shape`.
+        default: its value if it is absent or ``null``.
+        low, high: bounds of a number, or of the length of a list or a text.
+        only: possible values; ``()``: all.
         refused: why values that are not in ``only`` are refused, and the way out.
-        required: it has to be there.
-        parts: of an object, in the same form; it has no others.
+        required: whether it has to be given.
+        parts: an object's parts, in the same form; other parts are refused.
     """
 
     shape: Shape
@@ -40,7 +40,7 @@ class Parameter:
     parts: Mapping[str, Parameter] | None = None
 
     def check(self, name: str, value: Any) -> Any:
-        """The value, if it is valid."""
+        """Return the value if it is valid."""
         if self.refused and value not in self.only:
             raise Refusal.unsupported(name, f"{name} is not supported: {self.refused}")
         shaped(value, self.shape, name)
@@ -73,7 +73,7 @@ class Parameter:
 
 Table: TypeAlias = Mapping[str, Parameter]
 
-#: Parameters of other servers that have another name here, or nothing like them.
+#: Parameters of other servers that have another name here, or no equivalent.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("grammar", "guided_grammar", "guided_json", "guided_regex",
@@ -86,7 +86,7 @@ _ELSEWHERE = {
 
 
 def shaped(value: Any, shape: Shape, where: str) -> Any:
-    """``value``, if it is of the shape; ``where`` names it."""
+    """Return ``value`` if it has the shape; ``where`` names it in messages."""
     try:
         return check_shape(value, shape, where)
     except DataError as error:
@@ -95,7 +95,7 @@ def shaped(value: Any, shape: Shape, where: str) -> Any:
 
 
 def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
-    """Check the parts of an object; ``where`` names it."""
+    """Check the parts of an object; ``where`` names it in messages."""
     for name, parameter in table.items():
         if given.get(name) is not None:
             parameter.check(f"{where}.{name}", given[name])

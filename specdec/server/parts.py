@@ -21,14 +21,14 @@ class Parts:
     """Splits the growing text of one choice into text, reasoning and calls.
 
     Markers of mlx-lm's tokenizers separate reasoning and tool calls. Text that could
-    be the beginning of one is held back until the next decides. A call that cannot be
-    parsed is text: nothing that was generated is lost.
+    be the beginning of a marker is held back until the next text decides. A call that
+    cannot be parsed becomes text: nothing that was generated is lost.
 
     Args:
-        choice: its number.
-        tokenizer: of the target.
-        encoded: its prompt.
-        tools: what it may call.
+        choice: the choice's number.
+        tokenizer: the target's tokenizer.
+        encoded: the choice's prompt.
+        tools: the functions that the choice may call.
     """
 
     def __init__(self, choice: int, tokenizer: Any, encoded: Encoded, tools: Tools):
@@ -36,7 +36,7 @@ class Parts:
         self._tokenizer = tokenizer
         self._tools = tools
         self.calls = 0
-        self._call = ""  # the text of one that is being written
+        self._call = ""  # the text of a call that is being written
         self._fresh = False  # nothing was shown since the last marker
         self._state: Any = None
         marked = any(
@@ -70,7 +70,7 @@ class Parts:
             yield Piece(self._choice, "text", "", tokens)
 
     def finish(self, *, whole: bool) -> Iterator[Piece | Call]:
-        """What was held back; ``whole``: a call that is being written has its end."""
+        """The parts held back; ``whole``: a call that is being written is complete."""
         if self._state is None:
             return
         self._state, text, kind = TextStateMachine.flush(self._state)
@@ -87,7 +87,7 @@ class Parts:
         if kind == "tool":
             self._call += text
             return
-        # Models put blank lines around their markers, which nobody has to see.
+        # Models put blank lines around their markers; they are not part of the answer.
         shown = text.lstrip("\n" if not self.calls else None) if self._fresh else text
         if not shown:
             return

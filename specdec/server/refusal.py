@@ -27,9 +27,9 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
 
     Args:
         message: one line that names the way out.
-        status: of the response.
+        status: the response's HTTP status.
         param: the parameter at fault.
-        code: what programs compare with.
+        code: a fixed name of the error, for programs.
         retry_after: seconds after which to ask again.
     """
 
@@ -70,7 +70,7 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response."""
+        """Headers of the response."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         if self.retry_after is None:
@@ -100,8 +100,8 @@ def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
     """The refusal for an error of the engine.
 
     Args:
-        names: parameters of the protocol, by the fields of ``SamplingParams``; those
-            of the same name may be left out.
+        names: names of the protocol's parameters, by the fields of ``SamplingParams``;
+            equal names may be left out.
     """
     if isinstance(error, Refusal):
         return error
@@ -112,7 +112,7 @@ def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
         code = "context_length_exceeded" if too_long else None
         return Refusal(f"the prompt cannot be used: {text}", param=param, code=code)
     if isinstance(error, ConfigError):
-        # What is wrong with a grammar is said of it, not of the field.
+        # The message speaks of the grammar, not of the field of SamplingParams.
         found = re.match(
             r"(the|a) (JSON schema|regular expression|Lark grammar|grammar)\b", text
         )
@@ -127,7 +127,7 @@ def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
         text = param + text[len(field) :] if known else text
         return Refusal(text, param=param if known else None, code="invalid_value")
     if isinstance(error, MemoryLimitError):
-        # The line names options of the command, which are none of the client's.
+        # The rest of the line names options of the command, which a client cannot set.
         text = one_line(text).partition(": ")[0]
         return Refusal(
             f"{text}: shorten the prompt or ask for fewer tokens",

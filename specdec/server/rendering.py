@@ -1,4 +1,4 @@
-"""Turns events into bytes: what all protocols share."""
+"""Turns events into bytes: the part that all protocols share."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Rendering(ABC):
     """A job, and its answer in one protocol.
 
     Args:
-        job: what is asked for.
-        model: its name in the response.
+        job: the job to answer.
+        model: the model's name in the response.
         streamed: the answer comes as server-sent events.
     """
 
@@ -36,7 +36,7 @@ class Rendering(ABC):
         self.outcomes: list[Outcome] = []
 
     def take(self, event: Event) -> None:
-        """Take an event."""
+        """Add an event to the answer."""
         if isinstance(event, Begun):
             self.outcomes.append(Outcome(event))
         else:
@@ -69,14 +69,14 @@ class Rendering(ABC):
 
 
 class CompletionRendering(Rendering):
-    """What OpenAI's two kinds of completions share: an object with choices, or chunks.
+    """A completion of either of OpenAI's two kinds: an object with choices, or chunks.
 
     Args:
-        usage: a stream ends with the tokens.
+        usage: whether a stream ends with the numbers of tokens.
     """
 
     prefix: ClassVar[str]
-    #: What objects are called, whole and as chunks.
+    #: The objects' names: of the whole answer, and of a chunk.
     names: ClassVar[tuple[str, str]]
 
     def __init__(self, job: Job, model: str, *, streamed: bool, usage: bool):
@@ -92,7 +92,7 @@ class CompletionRendering(Rendering):
 
     @abstractmethod
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
-        """A choice of the whole answer, without its index and how it ended."""
+        """A choice of the whole answer, without its index and finish reason."""
 
     def whole(self) -> dict[str, Any]:
         choices = [
@@ -103,7 +103,7 @@ class CompletionRendering(Rendering):
         return {**made, "usage": self._tokens()}
 
     def chunk(self, event: Event, **fields: Any) -> bytes:
-        """A part of a choice; the last one says how it ended."""
+        """A part of a choice; the last part says how the choice ended."""
         ending = _ending(event) if isinstance(event, End) else {"finish_reason": None}
         choices = [{"index": event.choice, **fields, **ending}]
         made = {**self._head, "object": self.names[1], "choices": choices}

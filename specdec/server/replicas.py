@@ -1,8 +1,8 @@
 """Runs processes that serve the same model, one per device, and restarts them.
 
 A replica listens on a Unix socket in a folder that only this user can enter, so it asks
-for no key. It ends when its standard input does, so none outlives its parent. No mlx
-here.
+for no key. It ends when its standard input closes, so no replica outlives its parent.
+No mlx here.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .routing import Place
 
 log = logging.getLogger("specdec.server")
 
-#: Seconds between two looks whether a replica answers, and those that it may take.
+#: Seconds between two checks that a replica answers, and seconds that a check may take.
 _LOOK_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
-#: Seconds before one that did not become ready starts again: doubled each time.
+#: Seconds before a replica that did not become ready restarts: doubled each time.
 _LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
-#: A replica may take so many times as long to become ready as the first one took, and
-#: at least so many seconds. The first may have a model to download.
+#: Limit of the time to become ready: a multiple of the first replica's time, and at
+#: least this many seconds. The first has no limit, as it may have to download a model.
 _TIMES_AS_LONG, _LEAST_LOADING = 4, 300.0
-#: Seconds that a replica gets to end, beside those for its answers.
+#: Seconds that a replica gets to end, in addition to the time for its answers.
 _LAST_SECONDS = 15.0
 
 
@@ -44,9 +44,9 @@ class Command:
     """How a replica's process is started.
 
     Args:
-        arguments: the program and what it is given.
-        environment: variables beside those of this process.
-        greeting: what it reads first from its standard input.
+        arguments: the program and its arguments.
+        environment: variables in addition to those of this process.
+        greeting: bytes that it reads first from its standard input.
     """
 
     arguments: Sequence[str]
@@ -54,8 +54,8 @@ class Command:
     greeting: bytes
 
 
-#: How replica ``i`` is started when it is to listen at a path. It writes a line to its
-#: standard output when it answers, which says what it serves.
+#: Gives the command for replica ``i``, which listens at a path. Once it answers, it
+#: writes a line to its standard output that says what it serves.
 Start = Callable[[int, str], Command]
 
 
@@ -63,11 +63,11 @@ class Replica(Place):
     """A serving process, or its successor.
 
     Attributes:
-        index: among its like, from 0.
-        client: reaches it while it answers; ``None``: it does not.
+        index: its number, from 0.
+        client: the HTTP client for it; ``None`` while it does not answer.
         starts: how often it was started.
-        described: what it serves, as it says.
-        process: while there is one.
+        described: its own description of what it serves.
+        process: its process, while there is one.
     """
 
     def __init__(self, index: int):
@@ -89,7 +89,7 @@ class FirstReplicaError(ServerError):
     """The first replica ended before it was ready.
 
     Args:
-        code: its exit code, if it said itself why it ended; else ``None``.
+        code: its exit code, if it reported itself why it ended; else ``None``.
     """
 
     def __init__(self, message: str, code: int | None):
@@ -100,16 +100,16 @@ class FirstReplicaError(ServerError):
 class Replicas:
     """Starts replicas, and restarts those that end.
 
-    The first is ready before the others start: a model that cannot be loaded is
-    reported once, and one that is downloaded is so once.
+    The others start when the first is ready: so a model that cannot be loaded is
+    reported once, and a model is downloaded once.
 
     Args:
-        count: replicas.
-        start: how each is started.
-        answer_seconds: the longest that an answer takes.
+        count: number of replicas.
+        start: gives the command for each.
+        answer_seconds: the longest time that an answer takes.
 
     Attributes:
-        failure: why there are none: the first one did not become ready.
+        failure: why there are no replicas: the first one did not become ready.
     """
 
     def __init__(self, count: int, start: Start, answer_seconds: float = 600.0):
@@ -121,11 +121,11 @@ class Replicas:
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        # Seconds that one may take to become ready; None: no other has yet.
+        # Seconds that a replica may take to become ready; None until one was ready.
         self._patience: float | None = None
 
     async def __aenter__(self) -> Self:
-        self._folder = tempfile.mkdtemp(prefix="specdec-")  # for this user alone
+        self._folder = tempfile.mkdtemp(prefix="specdec-")  # only this user can enter
         self._tasks = [asyncio.create_task(self._keep(each)) for each in self.all]
         return self
 
@@ -143,7 +143,7 @@ class Replicas:
         return [each for each in self.all if each.client is not None]
 
     async def stop(self, seconds: float) -> None:
-        """Let all end, with so many seconds for the answers that they are at."""
+        """End all replicas; running answers have ``seconds`` to end."""
         self._stopping = True
         for each in self.all:
             each.signal(signal.SIGTERM)
@@ -172,7 +172,7 @@ class Replicas:
             try:
                 was_ready, code = await self._run(replica)
                 how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-            except OSError as error:  # there is no room for a process
+            except OSError as error:  # the system cannot start a process
                 was_ready, code, how = False, 0, str(error)
             if self._stopping:
                 return
@@ -186,7 +186,7 @@ class Replicas:
                 await asyncio.sleep(pause)
 
     async def _run(self, replica: Replica) -> tuple[bool, int]:
-        """Run a replica until it ends; whether it was ready, and its exit code."""
+        """Run a replica until it ends; return whether it was ready, and exit code."""
         path = os.path.join(self._folder, f"{replica.index}-{replica.starts}")
         command = self._start(replica.index, path)
         process = await asyncio.create_subprocess_exec(
@@ -194,7 +194,7 @@ class Replicas:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **command.environment},
-            # Ctrl-C at a terminal is for this process, which stops the others.
+            # Ctrl-C at a terminal must reach only this process, which stops replicas.
             start_new_session=True,
         )
         replica.process = process
@@ -228,10 +228,10 @@ class Replicas:
                     try:
                         await self._watch(process, client)
                     finally:
-                        replica.client = None  # before it is closed
+                        replica.client = None  # set before the client is closed
         finally:
             if process.returncode is None and not was_ready:
-                with suppress(TimeoutError):  # it has closed its output, and ends
+                with suppress(TimeoutError):  # it has closed its output, and is ending
                     await asyncio.wait_for(process.wait(), _LAST_SECONDS)
             if process.returncode is None:
                 process.kill()
@@ -252,7 +252,7 @@ class Replicas:
     async def _watch(
         self, process: asyncio.subprocess.Process, client: httpx.AsyncClient
     ) -> None:
-        """Wait until a replica ends; kill it if it does not answer any more."""
+        """Wait until a replica ends; kill it if it no longer answers."""
         while process.returncode is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``: text and tools; nothing is stored."""
+"""OpenAI's ``/v1/responses``, with text and tools; no response is stored."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ TABLE: Table = {
 }
 NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_tokens",
          "top_logprobs": "top_logprobs"}  # fmt: skip
-#: What more there may be; thoughts come as they are, not encrypted.
+#: Values of ``include`` that are accepted; reasoning is sent in clear, not encrypted.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 def parse(body: Any, service: Service) -> ResponseRendering:
-    """A request."""
+    """Parse a request's body."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     text = values["text"] or {}
@@ -136,7 +136,7 @@ def _tools(given: Sequence[dict[str, Any]], choice: Any) -> Any:
     made = []
     for i, tool in enumerate(given):
         if tool.get("type") != "function":
-            made.append(tool)  # to be refused by its place
+            made.append(tool)  # refused later, with its position
             continue
         shape = {"name": str, "description?": (str, None), "parameters?": (dict, None),
                  "strict?": (bool, None)}  # fmt: skip
@@ -255,7 +255,7 @@ class ResponseRendering(Rendering):
         kind = "message" if piece.kind == "text" else "reasoning"
         if not self._open or self._items[-1]["type"] != kind:
             if not piece.text.strip() and self._items and kind == "message":
-                return  # blanks between two calls
+                return  # white space between two calls
             yield from self._close()
             yield from self._begin(kind)
         part = self._items[-1]["content"][0]

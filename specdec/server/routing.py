@@ -1,4 +1,4 @@
-"""Chooses the replica for a request: one that has its prefix, unless it is too busy.
+"""Chooses the replica for a request: one that has its prefix and is not too busy.
 
 No mlx here.
 """
@@ -11,16 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-#: A line of Claude Code's system prompt that differs in every request. It is for the
-#: service; with it, no two prompts would begin alike.
+#: A line of Claude Code's system prompt that differs in every request. It is meant for
+#: Anthropic's service; with it, no two prompts would begin alike.
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
-#: Characters that are looked up together, and how many of them of a prompt.
+#: Characters in a block, and the most blocks that are looked up of a prompt.
 _BLOCK = 512
 _MOST_BLOCKS = 256
-#: Blocks that are remembered of a replica: 16 million characters.
+#: Blocks that are remembered for each replica: 16 million characters.
 _KEPT = 1 << 15
-#: A replica may run so many times the mean number of requests.
+#: The most requests that a replica may run, as a multiple of the mean.
 _IMBALANCE = 1.25
 #: Keys of a body that hold its prompt, in the order of chat templates.
 _PARTS = ("instructions", "system", "tools", "messages", "input", "prompt")
@@ -29,7 +29,7 @@ Blocks = Sequence[int]
 
 
 def blocks_of(body: Any) -> Blocks:
-    """The beginning of a prompt: for each block, a hash of it and all before it."""
+    """Hashes of a prompt's beginning: one for each block and all blocks before it."""
     if not isinstance(body, Mapping):
         return ()
     text, size = [], 0
@@ -62,11 +62,11 @@ def _pieces(value: Any) -> Iterator[str]:
 
 
 class Place:
-    """A replica's load, and the prompts that it was given.
+    """A replica's load, and the prompts that it has received.
 
     Attributes:
-        running: requests that it answers.
-        last: when it was given one, in no unit.
+        running: how many requests it is answering.
+        last: a counter that says how recently it was chosen.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Place:
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     def matching(self, blocks: Blocks) -> int:
-        """How many blocks at a prompt's beginning it was given before."""
+        """How many blocks at a prompt's beginning it has received before."""
         found = 0
         for block in blocks:
             if block not in self._kept:
@@ -84,8 +84,8 @@ class Place:
         return found
 
     def note(self, blocks: Blocks) -> None:
-        """Note a prompt that it is given, and forget the oldest."""
-        # The first block comes last: what follows it is of no use without it.
+        """Note a prompt that it receives, and forget the oldest blocks."""
+        # The first block is noted last, as later blocks are useless without it.
         for block in reversed(blocks):
             self._kept[block] = None
             self._kept.move_to_end(block)
@@ -101,10 +101,10 @@ P = TypeVar("P", bound=Place)
 
 
 def choose(replicas: Sequence[P], blocks: Blocks) -> P:
-    """The replica that has had most of a prompt's beginning, or the least busy one.
+    """The replica that has received most of a prompt's beginning, or the least busy.
 
-    One that runs more than 1.25 times the mean is left out, so that a prefix that all
-    requests share does not keep the other replicas idle.
+    A replica that runs more than 1.25 times the mean is left out, so that a prefix that
+    all requests share does not keep the other replicas idle.
     """
     total = sum(each.running for each in replicas)
     most = math.ceil(_IMBALANCE * (total + 1) / len(replicas))

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 
 #: Seconds that connections have to close once all answers have ended.
 _LAST_BYTES = 5
-#: Seconds in which a second SIGTERM is the first: ``timeout`` sends two at once.
+#: Seconds in which a second SIGTERM is ignored: ``timeout`` sends two at once.
 _ONE_REQUEST = 0.5
 
 
@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address for a browser on this machine."""
+    """The URL for a browser on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     return f"http://[{host}]:{port}" if host.count(":") > 1 and host[0] != "[" else (
@@ -53,7 +53,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Serving(Protocol):
-    """What a serving process needs of an application's ``state.service``."""
+    """What an application's ``state.service`` must offer to a serving process."""
 
     @property
     def healthy(self) -> bool:
@@ -61,14 +61,14 @@ class Serving(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why no more will be answered; ``None``: they will."""
+        """Why no more requests will be answered; ``None`` while they will."""
 
     @property
     def pending(self) -> int:
-        """Answers that have not ended."""
+        """How many answers have not ended."""
 
     async def drain(self) -> None:
-        """Accept no more requests; let running ones end, or cut them in time."""
+        """Accept no more requests; let running ones end, or cut them after a while."""
 
 
 def run(
@@ -78,20 +78,20 @@ def run(
     started: Callable[[], None] = lambda: None,
     stopping: Callable[[int], None] = lambda running: None,
 ) -> BaseException | None:
-    """Serve until SIGINT or SIGTERM; then let answers end, or cut them in time.
+    """Serve until SIGINT or SIGTERM; then let answers end, or cut them after a while.
 
     A second signal ends the process at once.
 
     Args:
         app: its ``state.service`` is a :class:`Serving` while its lifespan runs.
         stop_timeout: seconds that running answers have to end.
-        started: called when requests are answered.
-        stopping: called with the number of answers that still run when it stops.
+        started: called once requests are answered.
+        stopping: called when the server stops, with the number of running answers.
 
     Returns:
-        What went wrong, if the service failed.
+        The service's error, if it failed.
     """
-    # asyncio warns of every write to a client that has gone, which is no news here.
+    # asyncio warns of every write to a client that has left, which is expected here.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     web = _Web(
         uvicorn.Config(
@@ -101,7 +101,7 @@ def run(
             ws="none",
             lifespan="on",
             server_header=False,
-            # Anybody on this machine could send X-Forwarded-For, and be another client.
+            # Anybody on this machine could pose as another client by X-Forwarded-For.
             proxy_headers=False,
             timeout_graceful_shutdown=int(stop_timeout) + _LAST_BYTES,
         ),
@@ -150,11 +150,13 @@ class _Web(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own would send them again at the end, which is no failure here.
+        # uvicorn's own method would send the signals again at the end, but stopping by
+        # a signal is no failure here.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Of a script's background, SIGINT comes here ignored; who sends it means it.
+        # A script's background process starts with SIGINT ignored, but one sent to the
+        # server must stop it.
         heard = (signal.SIGINT, signal.SIGTERM)
         before = {each: signal.signal(each, self.handle_exit) for each in heard}
         try:
@@ -164,7 +166,7 @@ class _Web(uvicorn.Server):
                 signal.signal(each, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; at the second signal, end at once."""
+        """Stop the server; at the second signal, end at once."""
         now = time.monotonic()
         if not self.should_exit:
             self.should_exit, self._asked = True, now

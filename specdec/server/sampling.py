@@ -1,4 +1,4 @@
-"""The sampling parameters of requests, for all protocols."""
+"""Sampling parameters of requests, for all protocols."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config import ServerConfig
 from .parameters import Parameter, Table, shaped
 from .refusal import Refusal, refusal_of
 
-#: mlx-lm's, by its names: every endpoint takes them, beside those of its protocol.
+#: mlx-lm's parameters: every endpoint takes them, in addition to its protocol's own.
 MORE: Table = {
     "top_k": Parameter(int),
     "min_p": Parameter(float),
@@ -31,7 +31,7 @@ MORE: Table = {
     "cache_salt": Parameter(str),
     "verification": Parameter(str, only=VERIFICATIONS),
 }
-#: OpenAI's.
+#: OpenAI's parameters.
 SAMPLING: Table = {
     "temperature": Parameter(float, low=0),
     "top_p": Parameter(float),
@@ -41,7 +41,7 @@ SAMPLING: Table = {
     "seed": Parameter(int),
     **MORE,
 }
-#: Labels: they change no text. Those of a user can keep prefixes apart.
+#: Labels, which do not change the output. A user's labels can keep prefixes apart.
 LABELS: Table = {
     "user": Parameter(str),
     "safety_identifier": Parameter(str),
@@ -51,7 +51,8 @@ LABELS: Table = {
         str, only=("auto", "default"), refused="there is one tier: leave it out"
     ),
 }
-#: What conversations of OpenAI's are documented to have, and mostly cannot have here.
+#: Parameters that OpenAI documents for conversations: labels, and some that are mostly
+#: refused here.
 DOCUMENTED: Table = {
     **LABELS,
     "prompt_cache_retention": Parameter(
@@ -62,7 +63,7 @@ DOCUMENTED: Table = {
     ),
     "moderation": Parameter(dict, refused="nothing is moderated here"),
 }
-#: Of every stream, beside the answer; of Anthropic's there are no options.
+#: Parameters of streams; Anthropic's protocol has no ``stream_options``.
 STREAM: Table = {
     "stream": Parameter(bool, default=False),
     "stream_options": Parameter(
@@ -99,7 +100,7 @@ def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[st
         if kind == "json_object":
             made = Grammar.json_object()
         elif kind == "json_schema":
-            # Chat completions have the schema one level deeper than the others.
+            # Chat completions have the schema one level deeper than other endpoints.
             inner = response_format.get("json_schema", response_format)
             place = where + ".json_schema" * (where == "response_format")
             shape = {"schema": dict, "strict?": (bool, None)}
@@ -131,12 +132,13 @@ def sampling(
     max_tokens: int | None,
     **more: Any,
 ) -> SamplingParams:
-    """The parameters of a request.
+    """The sampling parameters of a request.
 
     Args:
-        values: of the request, by the names of tables above; ``None`` is not given.
-        names: parameters by the fields that they fill.
-        max_tokens: that the request asks for.
+        values: the request's values, by the names in the tables above; ``None`` means
+            not given.
+        names: names of parameters, by the fields that they fill.
+        max_tokens: the number that the request asks for.
         more: fields that the protocol has filled itself.
     """
     limit, given = config.max_output_tokens, max_tokens
@@ -153,14 +155,14 @@ def sampling(
         found["logit_bias"] = _biases(found["logit_bias"])
     if config.prefix_sharing == "client":
         found["cache_salt"] = _salt(values)
-    if found.get("top_k") == -1:  # as vLLM and others say that all are kept
+    if found.get("top_k") == -1:  # vLLM and others keep all tokens with -1
         found["top_k"] = 0
     if "stop_token_ids" in found:
         found["stop_token_ids"] = tuple(found["stop_token_ids"])
     found = {"temperature": config.temperature, **found, "max_tokens": wanted, **more}
     try:
         if found["temperature"] == 0:
-            # Each is checked as it would be at another temperature.
+            # Filters have no effect at temperature 0; their values are still checked.
             SamplingParams(**{**found, "temperature": 1.0})
             found = {k: v for k, v in found.items() if k not in FILTERS}
         return SamplingParams(**found)

@@ -24,7 +24,7 @@ from .metrics import Metrics
 from .parts import Parts
 from .refusal import Refusal, refusal_of
 
-#: Weight of the newest row that has ended in the mean time that one takes.
+#: Weight of the row that ended last in the mean time that a row takes.
 _NEWEST = 0.1
 _MOST_RETRY_AFTER = 60
 
@@ -38,8 +38,8 @@ class Prepared:
     """A job that is ready to be decoded.
 
     Args:
-        began: when it arrived.
-        choices: prompt, parameters and tools of each.
+        began: when the job arrived.
+        choices: prompt, parameters and tools of each choice.
     """
 
     job: Job
@@ -51,8 +51,8 @@ class Service:
     """Answers jobs; used from one event loop.
 
     Args:
-        decoder: loaded.
-        engine: its server, open.
+        decoder: the loaded decoder.
+        engine: the decoder's server, which is open.
         config: limits.
     """
 
@@ -67,7 +67,7 @@ class Service:
         )
         names = [name for name in config.names if name != "*"]
         self.names = tuple(names) or (short(decoder.target_name),)
-        self._rows = 0  # of requests that were taken in and have not been answered
+        self._rows = 0  # of accepted requests that have not been answered
         self._row_seconds = 1.0
         self._draining = False
         self._idle = asyncio.Event()
@@ -75,12 +75,12 @@ class Service:
 
     @property
     def batch_size(self) -> int:
-        """Rows that decode together."""
+        """How many rows decode together at most."""
         return self.decoder.config.batch_size
 
     @property
     def waiting(self) -> int:
-        """Rows that wait to decode."""
+        """How many rows wait to decode."""
         return max(0, self._rows - self.batch_size)
 
     @property
@@ -95,7 +95,7 @@ class Service:
 
     @property
     def pending(self) -> int:
-        """Answers that have not ended."""
+        """How many answers have not ended."""
         return self.engine.pending
 
     def check_model(self, name: str | None) -> str:
@@ -111,7 +111,7 @@ class Service:
 
     @contextmanager
     def places(self, rows: int) -> Iterator[None]:
-        """Reserve so many rows, running or waiting."""
+        """Reserve ``rows`` rows, running or waiting."""
         most = self.batch_size + self.config.max_waiting
         if self._draining:
             raise Refusal.stopping()
@@ -138,15 +138,15 @@ class Service:
                 self._idle.set()
 
     def _retry_after(self) -> int:
-        """Seconds until a row is free, if requests take as long as before."""
+        """Seconds until a row should be free, by the mean time of earlier rows."""
         seconds = self._row_seconds / self.batch_size
         return min(_MOST_RETRY_AFTER, max(1, math.ceil(seconds)))
 
     async def encode(self, sources: Sequence[Chat | Text]) -> list[Encoded]:
-        """Token ids of prompts, made in another thread.
+        """Encode prompts as token ids, in another thread.
 
         Raises:
-            PromptError, Refusal: one cannot be used.
+            PromptError, Refusal: a prompt cannot be used.
         """
         work = partial(_encode_all, self.decoder, sources)
         return await self.engine.tokenize(work)
@@ -155,7 +155,7 @@ class Service:
         """Check everything about a job before its answer begins.
 
         Raises:
-            Refusal: something is.
+            Refusal: the job cannot be served.
         """
         began = time.monotonic()
         work = partial(self._choices, job)
@@ -172,7 +172,7 @@ class Service:
         return Prepared(job, began, choices)
 
     def _choices(self, job: Job) -> list[tuple[Encoded, SamplingParams, Tools]]:
-        """Prompts and parameters of all choices; in the tokenizing thread."""
+        """Prompts and parameters of all choices; runs in the tokenizing thread."""
         encoded = _encode_all(self.decoder, job.sources)
         choices = []
         seed = job.params.seed
@@ -212,10 +212,10 @@ class Service:
     async def events(self, prepared: Prepared) -> AsyncGenerator[Event | None, None]:
         """Decode a job; closing the generator cancels the rest of it.
 
-        ``None`` comes where nothing else did for ``keep_alive`` seconds.
+        The generator yields ``None`` after ``keep_alive`` seconds without an event.
 
         Raises:
-            Refusal: the engine failed, or a row did.
+            Refusal: the engine or a row failed.
         """
         for i, (encoded, _, _) in enumerate(prepared.choices):
             text, tokens = encoded.prompt.text, len(encoded.prompt.token_ids)
@@ -301,7 +301,7 @@ class Service:
         )
 
     async def drain(self) -> None:
-        """Accept no more requests; let running ones end, and cut them in time.
+        """Accept no more requests; let running ones end, or cut them after a while.
 
         The engine is closed afterwards.
         """

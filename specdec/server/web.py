@@ -1,4 +1,4 @@
-"""What both web applications share: keys, hosts, bodies, errors. No mlx here."""
+"""Code that both web applications share: keys, hosts, bodies, errors. No mlx here."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .refusal import Refusal
 
 #: Seconds that a body may take to arrive.
 _BODY_SECONDS = 60
-#: A body is parsed in the event loop up to this size.
+#: Bodies up to this size are parsed in the event loop.
 _SMALL = 1 << 18
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
-#: A replica asks with it that the request goes to another one.
+#: With this header a replica asks that the request go to another replica.
 ENDS_HEADER = b"x-specdec-ends"
-#: The front names the client with it.
+#: With this header the front names the client.
 CLIENT_HEADER = b"x-specdec-client"
-_OPEN = frozenset(("/", "/health"))  # no key is asked for
+_OPEN = frozenset(("/", "/health"))  # no key is needed
 #: Paths that clients add to their base URL.
 _PATHS = (
     "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses",
@@ -40,7 +40,7 @@ _PATHS = (
 
 
 def middleware(config: ServerConfig) -> list[Middleware]:
-    """What comes before every endpoint."""
+    """The middleware that runs before every endpoint."""
     found = [Middleware(_Guard, config=config)]
     if config.cors:
         cors = Middleware(
@@ -57,8 +57,8 @@ def middleware(config: ServerConfig) -> list[Middleware]:
 class _Guard:
     """Names every request, asks for the key, and refuses pages of other sites.
 
-    A page whose name was rebound to this machine could call a server that has no key:
-    browsers let it, as it calls its own name (DNS rebinding).
+    A page whose host name was rebound to this machine could call a server that has no
+    key: browsers allow it, as the page calls its own host name (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
@@ -101,7 +101,7 @@ class _Guard:
 
 
 def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
-    """The key that a request sent; all are compared, so that timing reveals nothing."""
+    """The key that a request sent. All keys are compared, so timing reveals nothing."""
     sent = dict(scope["headers"])
     scheme, _, bearer = sent.get(b"authorization", b"").strip().partition(b" ")
     if scheme.lower() != b"bearer":
@@ -115,9 +115,9 @@ def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
 
 
 def client_of(scope: Scope, keys: Sequence[str]) -> str:
-    """The client: its key, or its address if there are no keys.
+    """The client's identity: its key, or its address if there are no keys.
 
-    Only the front reaches a replica; it names the client.
+    Only the front can reach a replica; it names the client in a header.
     """
     if not scope.get("client"):  # a Unix socket
         sent: dict[bytes, bytes] = dict(scope["headers"])
@@ -171,7 +171,7 @@ async def _not_there(request: Request, error: Exception) -> Response:
 
 
 def error_response(refusal: Refusal, path: str) -> Response:
-    """The error object, in the form of the protocol that the path belongs to."""
+    """The error response, in the form of the protocol that the path belongs to."""
     anthropic = path.startswith("/v1/messages")
     body = refusal.anthropic() if anthropic else refusal.openai()
     headers = dict(refusal.headers)
@@ -185,7 +185,7 @@ def error_response(refusal: Refusal, path: str) -> Response:
 
 async def read_body(request: Request, most: int) -> bytes:
     """The bytes of a request's body, at most ``most``."""
-    # Of another type, a page of any site could send it from a browser, unasked.
+    # With other types, a browser would let any site's page send it without asking.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(
@@ -210,7 +210,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def parsed_soon(data: bytes, parse: Callable[[bytes], T]) -> T:
-    """What a body says; a large one holds up nothing else.
+    """Parse a body, a large one in a thread.
 
     Many megabytes take a second, in which the event loop answers others.
     """
@@ -251,7 +251,7 @@ async def until_gone(
 ) -> T | None:
     """Wait for an answer; ``None``: the client left, or time ran out.
 
-    The answer is cancelled then.
+    In both cases the answer is cancelled.
     """
     task = asyncio.ensure_future(answer)
     left = asyncio.create_task(gone(receive))

@@ -1,1 +1,1 @@
-"""Small helpers for every package; they do not know of models."""
+"""Small helpers for every package. They know nothing of models."""

@@ -34,7 +34,7 @@ def is_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # a whole number too large for a float
         return False
 
 
@@ -46,9 +46,9 @@ def is_float32(value: object) -> bool:
 def require_int(
     name: str, value: object, low: int | None = None, *, other: str = ""
 ) -> None:
-    """Require a whole number, ``low`` or more; ``other``: what else is allowed.
+    """Require a whole number, ``low`` or more; ``other`` names what else is allowed.
 
-    With ``low`` it counts something, and is ``MOST`` at most.
+    With ``low`` the value is a count, of at most ``MOST``.
     """
     rule = "a whole number" if low is None else f"a whole number, {low} or more"
     rule += f", or {other}" if other else ""

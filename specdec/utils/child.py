@@ -13,8 +13,8 @@ def module_process(
 ) -> tuple[list[str], dict[str, str]]:
     """The program that runs a module as ``python -m``, and its environment.
 
-    Modules are found as in this process, and not in the current folder: that may be a
-    model's, which has nothing to run.
+    Modules are found as in this process, not in the current folder: that may be a
+    model's folder, whose code must not run.
     """
     package = str(Path(__file__).resolve().parents[2])
     path = [os.path.abspath(entry) for entry in sys.path if entry]

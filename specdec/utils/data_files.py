@@ -1,7 +1,7 @@
 """Reads and checks JSON and TOML that anyone may have written.
 
-Depth, size and kinds are bounded here, so that what a file holds ends in one error
-with a sentence, wherever it is read. No mlx here.
+Depth, size and kinds are bounded here, so that a bad file ends in a one-sentence error
+wherever it is read. No mlx here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MOST_DEPTH = 100
 #: The largest file of settings, in bytes.
 MOST_BYTES = 10**8
 _MOST_DOTS = 20 * MOST_DEPTH
-# Most that a whole number may be where a shape asks for one: what others compute of it
-# stays a number, too.
+# The largest whole number that a shape accepts, so that numbers computed from it stay
+# valid.
 _MOST = 2**53
 
-#: What :func:`check_shape` compares with.
+#: A description that :func:`check_shape` compares a value with.
 Shape: TypeAlias = Any
 
 
@@ -34,17 +34,17 @@ class DataError(ValueError):
 
 
 def read_json(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Any:
-    """What a JSON file holds.
+    """Read the value in a JSON file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         DataError: it cannot be read, or is not JSON.
     """
     return parse_json(read_text(path, most=most))
 
 
 def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table (object) in a JSON file.
+    """Read the table (object) in a JSON file.
 
     Raises:
         FileNotFoundError, DataError: see :func:`read_json`.
@@ -54,21 +54,21 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a TOML file holds.
+    """Read the table in a TOML file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         DataError: it cannot be read, or is not TOML.
     """
     return parse_toml(read_text(path))
 
 
 def read_text(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> str:
-    """A plain file of UTF-8 text.
+    """Read a plain file of UTF-8 text.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: it cannot be read, holds more than ``most`` bytes, or other text.
+        FileNotFoundError: there is no such file.
+        DataError: it cannot be read, has more than ``most`` bytes, or is not UTF-8.
     """
     try:
         data = read_plain(path, most)
@@ -76,7 +76,7 @@ def read_text(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> str:
         raise FileNotFoundError(*error.args) from error
     except OSError as error:
         raise DataError(error.strerror or shorten(error)) from error
-    except ValueError as error:  # a byte 0 in it
+    except ValueError as error:  # the name has a byte 0
         raise DataError("no file can have that name") from error
     try:
         return data.decode()
@@ -85,14 +85,14 @@ def read_text(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:
-    r"""What a JSON text holds.
+    r"""Parse a JSON text.
 
     Args:
         surrogates: allow halves of surrogate pairs (``"\ud800"``), which are no text.
 
     Raises:
-        DataError: it is not JSON, or has what nobody can use: ``NaN``, a number out of
-            range, lists in lists without end.
+        DataError: it is not JSON, or has something unusable: ``NaN``, a number out of
+            range, or lists nested too deep.
     """
     found = _parsed(json.loads, text, "JSON")
     _check_values(found, surrogates=surrogates)
@@ -100,10 +100,10 @@ def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML text holds.
+    """Parse a TOML text.
 
     Raises:
-        DataError: it is not TOML, or has tables in tables without end.
+        DataError: it is not TOML, or has tables nested too deep.
     """
     # Python's reader takes quadratic time in the parts of a dotted key.
     if any(line.partition("=")[0].count(".") > _MOST_DOTS for line in text.split("\n")):
@@ -114,33 +114,33 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    r"""``value`` as JSON that everyone reads: what is no number in it is ``null``.
+    r"""``value`` as JSON that every reader accepts: NaN and infinity become ``null``.
 
-    Characters stand as they are: a file takes halves of surrogate pairs with
-    ``errors=HALVES``, which writes the escape that JSON has for them.
+    Characters are not escaped. A file with ``errors=HALVES`` can take halves of
+    surrogate pairs, and writes JSON's escape for them.
     """
     return json.dumps(
         _finite(value), ensure_ascii=False, allow_nan=False, indent=indent
     )
 
 
-#: How files that :func:`json_text` goes to treat what UTF-8 lacks: as JSON does.
+#: ``errors`` for files of :func:`json_text`: writes what UTF-8 lacks as JSON escapes.
 HALVES = "backslashreplace"
 
 
 def check_shape(value: Any, shape: Shape, where: str = "") -> Any:
-    """``value``, if it is of the shape.
+    """Return ``value`` if it has the shape.
 
     Args:
         shape: ``int`` (not huge), ``float`` (finite, or an ``int``), ``str``,
             ``bool``, ``dict``, ``list`` or ``None``; ``[shape]`` for a list of any
-            length, ``[shape, shape]`` for one of just these; ``{key: shape}`` for a
-            table that has these keys, if they do not end with a question mark; a
-            tuple for one of several.
-        where: what the value is called.
+            length, ``[shape, shape]`` for a list of exactly these; ``{key: shape}`` for
+            a table with these keys (those with a question mark at the end are
+            optional); a tuple for one of several shapes.
+        where: the value's name, for messages.
 
     Raises:
-        DataError: it is not; the message names the place.
+        DataError: it does not have the shape; the message names the place.
     """
     name = where or "it"
     if isinstance(shape, tuple):
@@ -205,12 +205,12 @@ def _parsed(load: Callable[[Any], Any], text: str | bytes, kind: str) -> Any:
         raise DataError(f"it is not UTF-8 text (byte {error.start})") from error
     except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"not {kind} ({shorten(error)})") from error
-    except ValueError as error:  # thousands of digits
+    except ValueError as error:  # it has thousands of digits
         raise DataError("a number in it has too many digits") from error
 
 
 def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
-    """Check all of it, level by level, since Python's recursion is limited."""
+    """Check all nested values, level by level, since Python's recursion is limited."""
     level, depth = [value], 0
     while level:
         if depth >= MOST_DEPTH and any(isinstance(x, dict | list) for x in level):
@@ -232,7 +232,7 @@ def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
 
 
 def is_text(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, so that it can be written."""
+    """Whether ``text`` has no half of a surrogate pair, so that it can be written."""
     try:
         text.encode()
     except UnicodeEncodeError:

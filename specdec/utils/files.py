@@ -1,7 +1,7 @@
 """Writes files atomically: a file is whole or missing. No mlx here.
 
-A file is written beside its place under a name that never comes again, flushed to the
-disk, then renamed; the folder is flushed after it, so that the new name lasts too.
+A file is written in its folder under a name that is never used again, flushed to the
+disk, then renamed. Then the folder is flushed, so that the new name lasts, too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 _SUFFIX = ".specdec-tmp"
-#: What the error of :func:`open_plain` says of a FIFO, a device or a socket.
+#: The error text of :func:`open_plain` for a FIFO, a device or a socket.
 NOT_PLAIN = "it is not a plain file"
-#: Far more than any configuration, tokenizer or report has.
+#: Far larger than any configuration, tokenizer or report.
 MOST_BYTES = 1 << 28
 
 _TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
@@ -33,9 +33,9 @@ def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
     A FIFO would wait for a writer, and a device may never end.
 
     Raises:
-        OSError: there is none, it is something else, or it cannot be opened.
+        OSError: the file does not exist, is not plain, or cannot be opened.
     """
-    # With O_NONBLOCK, opening a FIFO returns.
+    # Without O_NONBLOCK, opening a FIFO would wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -53,7 +53,7 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """The bytes of a plain file of moderate size.
 
     Raises:
-        OSError: see :func:`open_plain`; or it has more than ``most`` bytes.
+        OSError: see :func:`open_plain`; or the file has more than ``most`` bytes.
     """
     with open_plain(path) as file:
         data = file.read(most + 1)
@@ -66,29 +66,29 @@ def replace_file(path: Path, data: bytes, *, private: bool = False) -> None:
     """Replace a file; the old one stays until the new one is on the disk.
 
     Args:
-        private: only its owner may read it.
+        private: only the file's owner may read it.
 
     Raises:
-        OSError: it could not be written; nothing is left of it.
+        OSError: the file could not be written; nothing is left of the new one.
     """
     with Staged(path.parent, {path.name: data}, private=private) as staged:
         staged.put(path.name)
 
 
 class Staged:
-    """New files of a folder, on the disk under other names until they are put.
+    """New files of a folder, on the disk under temporary names until they are put.
 
-    Everything that can fail for want of room fails in the beginning. Each temporary
-    file is locked while it is there, so that others know it from one that a crash
-    has left (:func:`remove_leftover`). After the ``with``, none is left.
+    A lack of disk space shows at the beginning. Each temporary file is locked while it
+    exists, so that others can tell it from one that a crash has left
+    (:func:`remove_leftover`). After the ``with``, none is left.
 
     Args:
-        folder: where to; it must exist, and so must folders within it.
-        files: what to write, by path in the folder.
-        private: only their owner may read them.
+        folder: the folder; it must exist, and so must folders within it.
+        files: the content of each file, by path in the folder.
+        private: only the files' owner may read them.
 
     Raises:
-        OSError: one could not be written; nothing is left of any.
+        OSError: a file could not be written; nothing is left of any.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Staged:
         """Give files their names, then flush their folders.
 
         Raises:
-            OSError: one could not be renamed; those before it were.
+            OSError: a file could not be renamed; the files before it were.
         """
         for name in names:
             os.replace(self._open[name].name, self._folder / name)
@@ -133,7 +133,7 @@ class Staged:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether ``name`` is that of a temporary file."""
+    """Whether ``name`` is the name of a temporary file."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -167,11 +167,11 @@ def sync_folder(folder: Path) -> None:
 def _locked_temporary(folder: Path, *, private: bool = False) -> BinaryIO:
     opener = partial(os.open, mode=0o600 if private else 0o666)
     while True:
-        # A name that never comes again: who removes it means this file.
+        # A name that is never used again: removing it can only remove this file.
         path = folder / f".{secrets.token_hex(16)}{_SUFFIX}"
         file = open(path, "xb", opener=opener)  # noqa: SIM115
-        with suppress(OSError):  # where there are no locks, leftovers stay
+        with suppress(OSError):  # without locks, leftovers stay
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return file
-        file.close()  # removed as a leftover before it was locked
+        file.close()  # another process removed it before it was locked

@@ -1,4 +1,4 @@
-"""What was found out on this machine, kept in files of the user's cache folder."""
+"""Findings about this machine, kept in files of the user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .files import replace_file
 
 
 def kept_path(name: str) -> Path:
-    """A file in the user's cache folder: ``$XDG_CACHE_HOME/specdec``."""
+    """Path of a file in the user's cache folder, ``$XDG_CACHE_HOME/specdec``."""
     home = os.environ.get("XDG_CACHE_HOME", "").strip()
     return Path(home or Path.home() / ".cache") / "specdec" / name
 
 
 class KeptEntries:
-    """A JSON file of entries by key; what cannot be read or written is done without.
+    """A JSON file of entries by key. Failures to read or write it are ignored.
 
     Args:
-        path: of the file; it and its folder are made when something is saved.
-        name: of the table of entries in it.
-        version: of the entries; those of another version are none.
-        most: entries that are kept; beyond, the oldest are forgotten.
+        path: the file's path; file and folder are made when something is saved.
+        name: the name of the table of entries in it.
+        version: the version of the entries; entries of other versions are ignored.
+        most: the most entries to keep; beyond that, the oldest are dropped.
     """
 
     def __init__(self, path: Path, name: str, *, version: int, most: int):
@@ -33,7 +33,7 @@ class KeptEntries:
         self._name, self._version, self._most = name, version, most
 
     def load(self) -> dict[str, Any]:
-        """All entries, as the file has them: anything may be in one."""
+        """All entries, unchecked: an entry may be any JSON value."""
         try:
             found = check_shape(
                 read_json(self.path), {"version": int, self._name: dict}
@@ -43,13 +43,13 @@ class KeptEntries:
         return dict(found[self._name]) if found["version"] == self._version else {}
 
     def save(self, key: str, entry: Any) -> None:
-        """Write the file with the entry added as the newest, in one step."""
+        """Add the entry as the newest, and replace the file in one step."""
         entries = self.load()
         entries.pop(key, None)
         entries[key] = entry
         kept = dict(list(entries.items())[-self._most :])
         text = json.dumps({"version": self._version, self._name: kept})
-        # A cache: without it, the next process finds out again.
+        # It is a cache: without it, the next process finds the entry again.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, text.encode())

@@ -10,23 +10,23 @@ from typing import Any, Protocol
 
 
 class Detokenizer(Protocol):
-    """mlx-lm's streaming detokenizers, as far as they are used."""
+    """The part of mlx-lm's streaming detokenizers that is used."""
 
     @property
     def text(self) -> str:
-        """The text so far, as far as its characters are complete."""
+        """The text so far, up to its last complete character."""
 
     def add_token(self, token: int) -> None:
         """Take one token id."""
 
     def finalize(self) -> None:
-        """Complete the text, also when it ends inside a character."""
+        """Complete the text, even if it ends inside a character."""
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Text of one token, also of one that only begins a character.
+    """The text of one token, even if the token is only a part of a character.
 
-    Decoders drop the space at the start of a text; here it stays.
+    Decoders drop the space at the start of a text; this function keeps it.
     """
     text = str(tokenizer.decode([token]))
     piece_of = getattr(tokenizer, "convert_ids_to_tokens", None)
@@ -36,19 +36,19 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 class StopTexts:
-    """Finds texts in one that grows, looking at each character once (Aho-Corasick).
+    """Finds texts in a growing text, reading each character once (Aho-Corasick).
 
     A state is the longest end of the text so far that is the beginning of a stop text;
-    state 0 is the empty one.
+    state 0 is the empty beginning.
 
     Args:
-        texts: what is looked for, none of them empty.
+        texts: the texts to look for, none of them empty.
     """
 
     def __init__(self, texts: Sequence[str]):
-        #: Characters of each state's beginning of a text.
+        #: Length of each state's beginning of a stop text.
         self.depth = [0]
-        #: Characters of the longest text with which a state ends; 0: of none.
+        #: Length of the longest stop text with which a state ends; 0: none.
         self.matched = [0]
         self._next: list[dict[str, int]] = [{}]
         for text in texts:
@@ -62,7 +62,7 @@ class StopTexts:
                     self.matched.append(0)
                 state = following[character]
             self.matched[state] = len(text)
-        # Where a state cannot go on, its longest end that is a state may.
+        # The state of the longest proper end, tried when a state cannot go on.
         self._shorter = [0] * len(self._next)
         states = deque(self._next[0].values())
         while states:
@@ -85,42 +85,42 @@ class StopTexts:
 
 @lru_cache(maxsize=16)
 def stop_texts(texts: tuple[str, ...]) -> StopTexts:
-    """Requests with the same stop texts share what is made of them."""
+    """The automaton of stop texts; requests with the same texts share it."""
     return StopTexts(texts)
 
 
 class OutputText:
     """Text and tokens of one row, released only when nothing can take them back.
 
-    A stop text may begin in one token and end in a later one, so what could be
-    its beginning is held back until the next tokens decide.
+    A stop text may begin in one token and end in a later one. So text that could be its
+    beginning is held back until the next tokens decide.
 
     Args:
-        detokenizer: new, of this row alone.
+        detokenizer: a new detokenizer, for this row alone.
         stop: texts that end the row.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()):
         self._detokenizer = detokenizer
         self._stop = stop_texts(tuple(stop)) if stop else None
-        # Characters looked at, and the state after them.
+        # How many characters were read, and the state after them.
         self._looked_at = self._state = 0
-        # Length of the text after each token; kept only to look for stop texts.
+        # Length of the text after each token; kept only if there are stop texts.
         self._lengths: list[int] = []
         self._end: int | None = None
         self._released = 0
         self.matched: str | None = None
 
     def add(self, token: int) -> bool:
-        """Take one token; whether a stop text is complete now."""
+        """Take one token; return whether a stop text is complete now."""
         self._detokenizer.add_token(token)
         return self._stop is not None and self._looked_for_stop()
 
     def finish(self, *, look: bool = True) -> None:
-        """No more tokens come: what was held back is text, or ends a stop text.
+        """End the text: text held back is released, or completes a stop text.
 
         Args:
-            look: whether the row may end by a stop text now.
+            look: whether a stop text may still end the row.
         """
         if self.matched is None:
             self._detokenizer.finalize()
@@ -142,7 +142,7 @@ class OutputText:
                 found.append((self._looked_at - length, -length))
         if not found:
             return False
-        # The first to begin; of those that begin there, the longest.
+        # The stop text that begins first; of several there, the longest.
         at, length = min(found)
         self._end, self.matched = at, text[at : at - length]
         return True
@@ -154,13 +154,13 @@ class OutputText:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens with a part in the text; ``None``: all, no stop text was found."""
+        """How many tokens contribute to the text; ``None``: all (no stop text)."""
         if self._end is None:
             return None
         return self._begun_before(self._end)
 
     def _begun_before(self, end: int) -> int:
-        """Tokens whose text begins before character ``end``."""
+        """How many tokens begin before character ``end``."""
         before = bisect_left(self._lengths, end)
         return min(before + 1, len(self._lengths)) if end > 0 else 0
 
@@ -168,15 +168,15 @@ class OutputText:
         """New text, and how many tokens may be shown by now.
 
         Args:
-            num_tokens: tokens of the row so far.
-            ended: nothing is held back any more.
+            num_tokens: how many tokens the row has so far.
+            ended: the row has ended, so nothing is held back.
         """
         text = self.text
         safe = len(text) if ended else len(text) - self._held_back()
         new, self._released = text[self._released : safe], max(self._released, safe)
         if ended or self._stop is None:
             return new, num_tokens
-        # A token without text of its own may belong to what comes next.
+        # A token without text of its own may be part of the next character.
         return new, min(self._begun_before(safe), bisect_right(self._lengths, safe))
 
     def _held_back(self) -> int:

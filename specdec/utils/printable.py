@@ -1,11 +1,11 @@
 """Makes foreign text fit to be shown: printable, on one line, and cut.
 
-What comes from a file, an option or an exception passes here before anyone sees it.
+Text from a file, an option or an exception passes through here before it is shown.
 """
 
 from __future__ import annotations
 
-#: The most characters of a message, of a text in it, and of a value in it.
+#: The most characters of a message, of a text in a message, and of a value in it.
 LONGEST, LONGEST_TEXT, LONGEST_VALUE = 1000, 240, 60
 _CUT = "..."
 
@@ -14,11 +14,11 @@ def one_line(text: object, longest: int = LONGEST, *, end: bool = True) -> str:
     """``text`` on one line of printable characters.
 
     Args:
-        longest: most characters.
-        end: keep the end of a longer text, too: a message ends with the way out.
+        longest: the most characters.
+        end: keep the end of a longer text, too: messages end with the way out.
     """
     whole = str(text)
-    if len(whole) > 8 * longest:  # enough for what is kept, and soon done
+    if len(whole) > 8 * longest:  # enough for the result, and fast
         whole = f"{whole[: 4 * longest]} {whole[-4 * longest :]}"
     lines = (line.strip() for line in whole.splitlines())
     shown = printable(" ".join(line for line in lines if line))
@@ -35,7 +35,7 @@ def shorten(text: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, cut; its type if it says nothing."""
+    """The first line of an error, cut; its type if it has no message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return shorten(lines[0])
 
@@ -44,13 +44,13 @@ def quoted(value: object, longest: int = LONGEST_VALUE) -> str:
     """``value`` as Python source, on one line and cut."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested deep; thousands of digits
+    except (RecursionError, ValueError):  # deep nesting, or thousands of digits
         return f"a value of type {type(value).__name__} that is too long to show"
     return one_line(text, longest)
 
 
 def printable(text: str) -> str:
-    """``text`` with a blank or "?" in place of control characters."""
+    """``text`` with a blank or "?" in place of each control character."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
@@ -61,5 +61,5 @@ def _printable(character: str) -> str:
 
 
 def counted(n: int, what: str, several: str | None = None) -> str:
-    """``1 token``, ``2 tokens``; ``several``: a plural of another form."""
+    """``1 token``, ``2 tokens``; ``several`` is an irregular plural."""
     return f"{n} {what if n == 1 else several or f'{what}s'}"

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON that anyone may have written; tables compared. No mlx here."""
+"""Reads dataclasses from untrusted JSON, and compares tables. No mlx here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def first_difference(
     """The first key whose values differ, and both values; ``None``: all are equal.
 
     Args:
-        missing: stands for a value that is not there.
+        missing: stands for a missing value.
     """
     for key in sorted(before.keys() | now.keys()):
         was, found = before.get(key, missing), now.get(key, missing)
@@ -30,14 +30,14 @@ def first_difference(
 
 
 def read_record(kind: type[R], value: Any, where: str = "") -> R:
-    """A dataclass from a table with a value for each of its fields.
+    """Make a dataclass from a table with a value for each of its fields.
 
-    A field with a default may be missing. Keys of no field are ignored. Values are
-    what the annotations say: scalars, lists, tuples, tables, ``None``, ``Literal``,
+    A field with a default may be missing. Unknown keys are ignored. Annotations decide
+    which values are valid: scalars, lists, tuples, tables, ``None``, ``Literal``,
     unions of them, and other dataclasses.
 
     Args:
-        where: what the value is called in an error.
+        where: the value's name, for errors.
 
     Raises:
         DataError: a value is of another kind, out of range or missing.

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from .checks import MOST_BYTES
 from .printable import quoted
 
-# No model fits in less: a smaller number lacks its unit.
+# No model fits in fewer bytes: a smaller number probably lacks its unit.
 _FEWEST_BYTES = 10**6
 
 _UNITS = {
@@ -21,14 +21,14 @@ _UNITS = {
 
 
 def parse_size(text: str, *, or_none: bool = False) -> int:
-    """Bytes of ``8GB`` (powers of 1000), ``6.5GiB`` (of 1024) or a plain number.
+    """Parse bytes: ``8GB`` (powers of 1000), ``6.5GiB`` (of 1024) or a plain number.
 
     Args:
         or_none: allow 0.
 
     Raises:
-        ConfigError: it is none of these, or not above 0; or a plain number that is
-            too small to mean bytes.
+        ConfigError: ``text`` has another form, is not above 0, or is a plain number
+            that is too small to mean bytes.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", text.strip(), re.I)
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -49,10 +49,10 @@ def parse_size(text: str, *, or_none: bool = False) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Tokens of ``8192``, ``8k`` (8 times 1024) or ``1m`` (1024 times 1024).
+    """Parse tokens: ``8192``, ``8k`` (8 times 1024) or ``1m`` (1024 times 1024).
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: ``text`` has another form.
     """
     match = re.fullmatch(r"(\d{1,12})([km]?)", text.strip(), re.I | re.ASCII)
     if match is None:

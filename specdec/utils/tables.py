@@ -14,7 +14,7 @@ def text_table(
     """Columns as wide as their widest cell, two blanks apart.
 
     Args:
-        rows: the header, if there is one, is the first.
+        rows: the rows; a header, if there is one, comes first.
         align: alignment of all columns but the first, which is aligned left.
     """
     cells = [list(map(str, row)) for row in rows]
@@ -39,7 +39,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of them do not exceed."""
+    """The smallest of the values that at least ``percent`` of them do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 

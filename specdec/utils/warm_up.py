@@ -1,4 +1,4 @@
-"""Compiles before the first request, step by step, with a report."""
+"""Compiles kernels before the first request, and reports progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 log = logging.getLogger("specdec.warm_up")
 
-# After so many seconds, progress is reported. Compiled kernels load in less.
+# Seconds after which progress is reported. Kernels that are compiled load faster.
 PATIENCE = 1.0
 
 
@@ -16,7 +16,7 @@ class WarmUp:
     """Runs steps that compile kernels, and reports progress if they take long.
 
     Args:
-        clock: seconds.
+        clock: gives the time in seconds.
 
     Attributes:
         seconds: the time that steps have taken so far.
@@ -27,7 +27,7 @@ class WarmUp:
         self._clock = clock
 
     def run(self, steps: Sequence[Callable[[], object]]) -> None:
-        """Run steps that each compile something."""
+        """Run steps, each of which compiles something."""
         begun = self._clock()
         slow = False
         try:
@@ -48,5 +48,5 @@ class WarmUp:
             log.info("kernels for this GPU were compiled in %.1f seconds", seconds)
 
 
-#: One for the process, since kernels belong to the device, not to a decoder.
+#: The process has one, since kernels belong to the device, not to a decoder.
 warm_up = WarmUp()

@@ -1,1 +1,1 @@
-"""CUDA kernels on the CPU."""
+"""Emulates CUDA kernels on the CPU."""

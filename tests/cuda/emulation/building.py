@@ -1,4 +1,4 @@
-"""The C++ of an emulated kernel, and its compilation."""
+"""Makes the C++ of an emulated kernel, and compiles it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ HERE = Path(__file__).parent
 FLAGS = (
     *("-O1", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"),
     *("-fno-strict-aliasing", "-ffp-contract=off"),
-    # Their handlers are in simt.cpp.
+    # The sanitizers' handlers are in simt.cpp.
     "-fsanitize=bounds,alignment,integer-divide-by-zero",
 )
-# What a kernel never set is not zero by chance; since GCC 12.
+# Fills variables that a kernel never sets, so that they are not zero by chance; since
+# GCC 12.
 PATTERN = "-ftrivial-auto-var-init=pattern"
 TYPES = {
     mx.bool_: "bool",
@@ -44,7 +45,7 @@ _ELEMENTS = {"bf16": "__nv_bfloat16", "f16": "__half"}
 
 
 def constants(template: Sequence[tuple[str, int | bool | mx.Dtype]]) -> tuple[str, ...]:
-    """How a kernel begins."""
+    """The template's constants, with which a kernel's source begins."""
     lines = []
     for name, value in template:
         if isinstance(value, bool):
@@ -65,10 +66,10 @@ def generated(
     source: str,
     header: str,
 ) -> str:
-    """What MLX makes of a kernel's source, and a function that launches it.
+    """The code that MLX makes from a kernel's source, and a function that launches it.
 
     Args:
-        inputs: names, types, and whether they have dimensions.
+        inputs: each input's name, type, and whether it has dimensions.
         template: see :func:`constants`.
     """
     parameters, arguments = [], []
@@ -84,14 +85,15 @@ def generated(
             if f"{of}_{suffix}" not in source:
                 continue
             if not sized:
-                # MLX passes them all the same, and what follows is misplaced.
+                # MLX passes shape, strides and ndim anyway, which shifts the arguments
+                # after them.
                 raise ValueError(f"{of}_{suffix}: the array has no dimensions")
             parameters.append(f"{its} {of}_{suffix}")
             arguments.append(taken)
     for i, (of, dtype) in enumerate(outputs, start=len(inputs)):
         parameters.append(f"{TYPES[dtype]}* {of}")
         arguments.append(f"simt::pointer<{TYPES[dtype]}>({i})")
-    # Of the tensor core's products: those that the header names, or the template's T.
+    # The element type of tensor-core products: the header's, or else the template's T.
     elements = "T"
     product = _PRODUCT.search(header)
     if product:
@@ -119,7 +121,7 @@ def generated(
 
 @cache
 def _folder() -> Path:
-    """Where libraries are kept, of this user."""
+    """The user's folder of compiled libraries."""
     folder = Path(tempfile.gettempdir()) / f"specdec-simt-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -129,7 +131,7 @@ def _folder() -> Path:
 
 @cache
 def _flags() -> tuple[str, ...]:
-    """Those that this compiler knows."""
+    """The flags that this compiler knows."""
     asked = ["g++", "-dumpversion"]
     version = subprocess.run(asked, capture_output=True, check=True, text=True).stdout
     return (*FLAGS, *([PATTERN] if int(version.split(".")[0]) >= 12 else []))
@@ -137,7 +139,7 @@ def _flags() -> tuple[str, ...]:
 
 @cache
 def _shims() -> bytes:
-    """All that a library depends on besides its code."""
+    """Everything that a library depends on in addition to its code."""
     version = subprocess.run(["g++", "--version"], capture_output=True, check=True)
     files = [(HERE / name).read_bytes() for name in ("simt.h", "device.h", "simt.cpp")]
     return b"".join([version.stdout, *files, " ".join(_flags()).encode()])
@@ -145,7 +147,7 @@ def _shims() -> bytes:
 
 @cache
 def _runtime() -> Path:
-    """What runs every kernel, compiled."""
+    """The compiled runtime that runs every kernel."""
     name = hashlib.sha256(_shims()).hexdigest()[:24]
     built = _folder() / f"{name}.o"
     if not built.exists():

@@ -1,7 +1,7 @@
-"""CUDA kernels on the CPU: what ``mx.fast.cuda_kernel`` makes, compiled by g++.
+"""CUDA kernels on the CPU: the code of ``mx.fast.cuda_kernel``, compiled by g++.
 
-A launch runs twice, threads and blocks in opposite orders. Where the results differ,
-threads race. So a barrier that is missing is found as well.
+A launch runs twice, with threads and blocks in opposite orders. If the results differ,
+threads race. This also finds a missing barrier.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import pytest
 from .building import constants, generated, library
 
 MOST_DIMENSIONS, MOST_THREADS = 10, 1024
-# Sections, signals and fibers are those of Linux.
+# The emulator's sections, signals and fibers need Linux.
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="needs Linux's g++"
 )
 
 
 class KernelFault(RuntimeError):  # noqa: N818
-    """The kernel did what it may not: a race, a deadlock, memory not its own."""
+    """The kernel did something forbidden: a race, a deadlock, a wrong memory access."""
 
 
 @dataclass(frozen=True)
 class Strided:
-    """An array with gaps, as kernels get where inputs are not made contiguous.
+    """An array with gaps, as kernels get if inputs are not made contiguous.
 
     Args:
-        buffer: flat; all that may be read.
-        shape: of the array.
-        strides: in elements.
-        offset: of the first element in the buffer.
+        buffer: a flat array of all elements that may be read.
+        shape: the array's shape.
+        strides: the array's strides, in elements.
+        offset: the first element's position in the buffer.
     """
 
     buffer: mx.array
@@ -63,7 +63,7 @@ class Strided:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether MLX would copy it: dimensions of one do not count."""
+        """Whether MLX would copy the array: dimensions of one do not count."""
         expected = 1
         for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
             if size != 1 and stride != expected:
@@ -103,12 +103,12 @@ class _Launch(ctypes.Structure):
     )
 
 
-# What CUDA allocates begins at a multiple of this.
+# CUDA's allocations begin at a multiple of this many bytes.
 _LINE = 16
 
-# Faults are signals, which are the process's.
+# Faults are signals, which belong to the process, so one launch runs at a time.
 _one_at_a_time = Lock()
-# Of the threads, for all kernels: made by the first.
+# The threads' stacks, for all kernels; the first launch makes them.
 _stacks: list[int] = []
 # MLX keeps a compiled kernel by its name and the template's values.
 _sources: dict[str, str] = {}
@@ -125,8 +125,8 @@ def cuda_kernel(
 ) -> Callable[..., list[mx.array]]:
     """A stand-in for ``mx.fast.cuda_kernel``, which runs when it is called.
 
-    ``SPECDEC_MMA`` of the header, inline PTX, is replaced by a function that does the
-    same; the rest of the header is used.
+    The header's ``SPECDEC_MMA``, inline PTX, is replaced by an equivalent function; the
+    rest of the header is used.
     """
     if shared_memory:
         raise ValueError("dynamic shared memory is not emulated")
@@ -232,13 +232,13 @@ def _described(numbers: np.ndarray[Any, Any], strided: Strided | None) -> _Array
 
 
 def _numbers(array: mx.array) -> np.ndarray[Any, Any]:
-    """Its numbers in order; of bfloat16, which NumPy lacks, the bits."""
+    """The array's numbers in order; the bits of bfloat16, which NumPy lacks."""
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return np.array(bits)
 
 
 def _without_gaps(array: Input) -> Input:
-    """What a kernel is handed that asks for no gaps: a view that has none stays one."""
+    """The input of a kernel that asks for contiguous arrays; only gaps cause a copy."""
     if not isinstance(array, Strided) or not array.has_gaps:
         return array
     return array.contiguous()
@@ -254,13 +254,13 @@ def _bits(array: mx.array) -> np.ndarray[Any, Any]:
 
 @cache
 def _origin() -> int:
-    """Where MLX's arrays begin on the CPU, behind a multiple of ``_LINE``."""
+    """How far MLX's arrays on the CPU begin after a multiple of ``_LINE``."""
     address: int = _bits(mx.zeros(64)).ctypes.data
     return address % _LINE
 
 
 def _placed(array: mx.array) -> np.ndarray[Any, Any]:
-    """A copy that begins where the array would on a GPU: a view may begin anywhere."""
+    """A copy aligned as the array would be on a GPU: a view may begin anywhere."""
     own = _bits(array)
     behind = own.ctypes.data - _origin() if own.flags.c_contiguous else 0
     room = np.empty(own.nbytes + 2 * _LINE, np.uint8)
@@ -279,7 +279,7 @@ def _array(numbers: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
 def _fresh(
     shape: Sequence[int], dtype: mx.Dtype, value: float | None
 ) -> np.ndarray[Any, Any]:
-    """An output before the kernel runs: it holds no numbers that could be right."""
+    """An output before the kernel runs: ``value``, or numbers that cannot be right."""
     output = _numbers(
         mx.zeros(shape, dtype) if value is None else mx.full(shape, value, dtype)
     )
@@ -289,7 +289,7 @@ def _fresh(
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, *caches: Any) -> Iterator[None]:
-    """Let ``mx.fast.cuda_kernel`` be the emulator while a fixture lasts.
+    """Replace ``mx.fast.cuda_kernel`` by the emulator while a fixture lasts.
 
     Args:
         caches: ``@cache``d functions that keep kernels.
@@ -305,7 +305,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, *caches: Any) -> Iterator[None]:
 def plant(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, old: str, new: str
 ) -> None:
-    """Let a source be faulty: ``old``, which stands in it once, is ``new``."""
+    """Plant a fault in a source: replace its only ``old`` by ``new``."""
     source: str = getattr(module, name)
     assert source.count(old) == 1
     monkeypatch.setattr(module, name, source.replace(old, new))

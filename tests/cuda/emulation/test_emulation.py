@@ -1,4 +1,4 @@
-"""The emulator does what CUDA's guide says, and finds what it forbids."""
+"""The emulator does what CUDA's guide says, and finds what the guide forbids."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(
     contiguous: bool = False,
     **options: Any,
 ) -> mx.array:
-    """What a kernel of inputs a, b, c writes to out, a number for each thread."""
+    """The ``out`` of a kernel with inputs a, b, c; by default a number per thread."""
     kernel = cuda_kernel(
         name=f"tried_{next(numbers)}",
         input_names=list("abc"[: len(inputs)]),
@@ -57,7 +57,7 @@ def run(
 
 
 def lanes(*expressions: str, threads: int = 32, **options: Any) -> Any:
-    """Expressions of ``t``, the thread: what each of them is in all threads."""
+    """The values of expressions of ``t``, the thread, in all threads."""
     source = "const int t = threadIdx.x;"
     for i, expression in enumerate(expressions):
         source += f"\nout[{i * threads} + t] = {expression};"
@@ -83,7 +83,7 @@ def test_places_of_threads() -> None:
     )
     (found,) = kernel(
         inputs=[],
-        # Threads in all, of which whole blocks are launched.
+        # The total number of threads, rounded up to whole blocks.
         grid=(5, 4, 3),
         threadgroup=(3, 2, 1),
         output_shapes=[(3, 4, 6)],
@@ -109,7 +109,7 @@ def test_a_block_waits_for_all_that_live() -> None:
     t = np.arange(64)
     other = np.where(t % 3 == 1, (t + 4) % 63, (t + 59) % 63)
     wanted = np.where(t % 3 == 0, -5, other + 2)
-    # Of some the other has ended: it never wrote.
+    # Except where the other thread has ended: it never wrote.
     assert (found == wanted)[(t % 3 == 0) | (other % 3 != 0)].all()
 
 
@@ -170,7 +170,7 @@ def test_shuffles() -> None:
     wanted = {
         "__shfl_xor_sync(~0u, t, 5)": [t ^ 5 for t in own],
         "__shfl_xor_sync(~0u, t + 0.5f, 16)": [(t ^ 16) + 0.5 for t in own],
-        # Later groups of lanes are not read, earlier ones are.
+        # Lanes of later groups are not read; those of earlier groups are.
         "__shfl_xor_sync(~0u, t, 12, 8)": [min(t, t ^ 12) for t in own],
         "__shfl_sync(~0u, t * 3, 7)": [21] * 32,
         "__shfl_sync(~0u, t, t + 1)": [(t + 1) % 32 for t in own],
@@ -193,7 +193,7 @@ def test_ballots() -> None:
     expressions += [f"__all_sync(~0u, t < {n})" for n in (31, 32)]
     wanted = [[value] * 32 for value in (0xAAAAAAAA, 1, 0, 1)]
     assert lanes(*expressions, dtype=mx.uint32) == wanted
-    # Those that have ended are not waited for.
+    # Threads that have ended are not waited for.
     source = "if (threadIdx.x % 2) return; out[0] = __ballot_sync(~0u, 1);"
     assert run(source, shape=[1]).item() == 0x55555555
 
@@ -204,7 +204,7 @@ def test_products_of_tensor_cores(dtype: mx.Dtype) -> None:
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i, shape in enumerate([(2, 16, 16), (2, 16, 8), (2, 16, 8)])
     )
-    # Where each lane has what, as PTX's manual has it.
+    # The elements that each lane holds, as in PTX's manual.
     source = """
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
@@ -282,7 +282,7 @@ def test_halves_are_rounded_to_nearest_even(dtype: mx.Dtype) -> None:
     )
     exact = every.astype(mx.float32)
     assert np.array_equal(np.array(widened), np.array(exact), equal_nan=True)
-    # All of them, those halfway between two, and those beside these.
+    # All numbers of the type, the numbers halfway between two, and their neighbours.
     held = np.array(exact)
     with np.errstate(all="ignore"):
         middle = held + (np.roll(held, -1) - held) / 2
@@ -352,7 +352,7 @@ def test_arrays_with_gaps() -> None:
     own = "out[threadIdx.x] = a[threadIdx.x / 4 * a_strides[0] + threadIdx.x % 4 * "
     found = run(own + "a_strides[1]];", array, threads=12)
     assert found.tolist() == wanted
-    # Or made contiguous, as MLX does unless it is told otherwise.
+    # MLX makes inputs contiguous by default.
     found = run(
         "out[threadIdx.x] = a[threadIdx.x];", array, threads=12, contiguous=True
     )
@@ -375,7 +375,7 @@ def test_types_of_arrays() -> None:
         assert found.tolist() == [1 + add, 7.5 + add, 3 + add]
 
 
-# -- as MLX has it -----------------------------------------------------------
+# -- as in MLX ---------------------------------------------------------------
 
 
 def test_what_does_not_compile_is_an_error() -> None:
@@ -409,7 +409,7 @@ def test_a_name_stands_for_one_kernel() -> None:
 def test_a_view_without_gaps_begins_where_it_does(
     offset: int, contiguous: bool
 ) -> None:
-    """MLX copies none, so that a load of 16 bytes may not be aligned: a fault."""
+    """MLX does not copy it, so a load of 16 bytes may be unaligned: a fault."""
     source = "out[threadIdx.x] = __ldg(reinterpret_cast<const uint4*>(a)).x + a_ndim;"
     base = mx.random.normal((1, 72)).astype(mx.bfloat16)
     mx.eval(base)
