@@ -577,7 +577,7 @@ class Client:
     def step(self) -> None:
         for event in self.session.step():
             i = event.index
-            self.counts.check(i not in self.results, "an event behind the last")
+            self.counts.check(i not in self.results, "an event after the last")
             self.tokens[i] += event.token_ids
             self.text[i] += event.text
             if event.result is not None:
@@ -666,7 +666,7 @@ class Client:
             lengths = self.seen[i].lengths
             first = len(work.prompt)
             check(lengths == list(range(first, first + len(lengths))), lengths, *where)
-            # Stop texts are looked for behind the round: it may have gone on.
+            # Stop texts are looked for after the round: it may have gone on.
             by_text = isinstance(result.stop_reason, str)
             n = min(len(lengths), calls or 0) if by_text else len(lengths)
             check(i in self.cancelled or n == calls, lengths, calls, *where)

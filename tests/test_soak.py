@@ -59,7 +59,7 @@ _spoilt: weakref.WeakSet[ModelRows] = weakref.WeakSet()
 
 
 def trims_too_little(self: ModelRows, n: Any, at_most: int, *fewest: int) -> None:
-    """Once for each batch: rows that grow and grow would be written behind the end."""
+    """Once for each batch: rows that grow and grow would be written past the end."""
     taken = mx.array(n)
     if self not in _spoilt and at_most > 1:
         _spoilt.add(self)
@@ -91,7 +91,7 @@ def test_it_finds_planted_faults(
 ) -> None:
     """By most seeds; these find it in the first world."""
     monkeypatch.setattr(owner, name, fault)
-    # Room for what rows keep too much: behind the end is other memory.
+    # Room for what rows keep too much: past the end is other memory.
     room = DecodeBatch._max_length
     monkeypatch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 16)
     with pytest.raises(AssertionError):

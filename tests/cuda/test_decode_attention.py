@@ -371,7 +371,7 @@ def alone_the_same(
 @needs_cuda
 @pytest.mark.parametrize("size", decode_attention.MOST_COLUMNS)
 def test_a_querys_bits_do_not_depend_on_what_is_beside_it(size: int) -> None:
-    """Not on other rows, other tokens, nor on columns behind its last one."""
+    """Not on other rows, other tokens, nor on columns after its last one."""
     q, k, v = drawn(3, 6, 2, 5, 512, size, mx.bfloat16)
     seen = visible(3, 5, 512) & (mx.arange(512) < 230)
     whole = decode_attention.attention(q, k, v, 0.1, seen)

@@ -190,7 +190,7 @@ def test_each_form_of_the_mask_is_tried(
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_querys_bits_do_not_depend_on_what_is_beside_it(size: int) -> None:
-    """Not on other rows, other tokens, nor on columns behind its last one."""
+    """Not on other rows, other tokens, nor on columns after its last one."""
     q, k, v = drawn(2, 6, 2, 5, 384, size, mx.bfloat16)
     seen = visible(2, 5, 384) & (mx.arange(384) < 200)
     whole = decode_attention.attention(q, k, v, 0.1, seen)

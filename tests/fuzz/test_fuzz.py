@@ -80,7 +80,7 @@ def test_it_finds(name: str, shows: str) -> None:
 
 
 def test_it_goes_on_after_a_fault() -> None:
-    """Cases that are left out behind one that failed, or one that runs twice."""
+    """Cases that are left out after one that failed, or one that runs twice."""
     told: list[str] = []
     kinds = ["raises_at_seed_3", "does_nothing"]
     found = list(fuzz(kinds, 2, 3, plugin=PLANTED, show=told.append))

@@ -169,7 +169,7 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
                 raise AssertionError(f"files are left in the temporary folder: {left}")
             if text := _written():
                 raise AssertionError(f"it is written to the terminal: {text}")
-        except BaseException as error:  # whatever it is, it is told
+        except BaseException as error:  # whatever it is, it is reported
             say(fault="".join(traceback.format_exception(error)))
             return False
         shutil.rmtree(place, ignore_errors=True)

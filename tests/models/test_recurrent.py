@@ -223,11 +223,8 @@ def test_rows_that_are_cancelled_leave_no_states(
             assert done[index] == want
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5", "baichuan_m1"])
-def test_compiled_forwards_undo_the_round_before(
-    arch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph that holds the first round's inputs would undo that one ever after."""
+def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each forward from now on, whether it ran compiled."""
     used: list[bool] = []
     call = CompiledForwards.__call__
 
@@ -237,6 +234,15 @@ def test_compiled_forwards_undo_the_round_before(
         return done
 
     monkeypatch.setattr(CompiledForwards, "__call__", counted)
+    return used
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "baichuan_m1"])
+def test_compiled_forwards_undo_the_round_before(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that holds the first round's inputs would undo that one ever after."""
+    used = compiled_calls(monkeypatch)
     for k in (0, 3):
         got = run_rows(
             model_of(arch),

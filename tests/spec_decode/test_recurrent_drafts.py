@@ -16,7 +16,6 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.models.compiled import CompiledForwards
 from specdec.models.layer_skip import SkippingModel
 from specdec.models.precision import quantized_copy
 from specdec.models.runner import ModelRows, ModelRunner
@@ -35,6 +34,7 @@ from specdec.spec_decode.backlog import Backlog
 from specdec.spec_decode.draft_model import DraftModelRows
 from tests.models.test_recurrent import (
     PADDED,
+    compiled_calls,
     left_to_the_kernel,
     model_of,
     no_rollback,
@@ -131,15 +131,7 @@ def test_by_compiled_forwards(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> 
     """Of several writes that a trim takes back, each is left by a graph of its own."""
     if kernel:
         left_to_the_kernel(monkeypatch, "qwen3_5")
-    used: list[bool] = []
-    call = CompiledForwards.__call__
-
-    def counted(self: Any, *args: Any, **options: Any) -> Any:
-        done = call(self, *args, **options)
-        used.append(done is not None)
-        return done
-
-    monkeypatch.setattr(CompiledForwards, "__call__", counted)
+    used = compiled_calls(monkeypatch)
     texts = [[t % 61 for t in text] for text in texts_of(9, 2, 21)]
     decoding = Decoding(
         draft_of("qwen3_5"), texts, MAX_LENGTH, backend=BEHIND, prefill_step_size=8
