@@ -138,7 +138,8 @@ def acceptance(figures: Figures) -> Chart | None:
     for f in figures.drafted:
         key = f.cell.draft, f.cell.temperature
         best = chosen.get(key)
-        if f.rows and (best is None or _most(f) > _most(best)):
+        # Rounds at the end of a job may have drafted for rows that had ended.
+        if f.acceptance().rounds and (best is None or _most(f) > _most(best)):
             chosen[key] = f
     if not chosen:
         return None

@@ -101,3 +101,18 @@ def test_panels_have_room() -> None:
         width, height = panel_size(number)
         assert width / columns > 3
         assert height * columns / number > 3
+
+
+def test_a_draft_that_no_request_used_has_no_acceptance(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Rounds may have drafted only for rows that had ended: 0 of 0 is no rate."""
+    lines = [json.loads(x) for x in (whole / "raw.jsonl").read_text().splitlines()]
+    for record in lines:
+        for request in record.get("requests", []):
+            request |= {"rounds": 0, "drafted": 0, "accepted": 0}
+    text = "".join(json.dumps(record) + "\n" for record in lines)
+    (tmp_path / "raw.jsonl").write_text(text, "utf-8")
+    made = draw_all(Figures(Results.read(tmp_path)), tmp_path)
+    assert made is not None
+    assert "acceptance.png" not in [name for _, name in made]
