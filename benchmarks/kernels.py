@@ -381,6 +381,11 @@ def prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:
     return [draw.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
+def different_tokens(b: int, s: int) -> mx.array:
+    """Tokens (B, S) of which each occurs once, so that they go to different experts."""
+    return mx.arange(b * s, dtype=mx.int32).reshape(b, s) % 200
+
+
 def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
     """The engine's forwards; each is trimmed again."""
     runner = ModelRunner(model, "model", EngineConfig(), defaults())
@@ -388,7 +393,7 @@ def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
     rows = runner.rows(prompts(b, CONTEXT, 200), max_round=s, max_length=length)
     for _ in rows.prefill():
         mx.synchronize()
-    tokens = mx.ones((b, s), mx.int32)
+    tokens = different_tokens(b, s)
 
     def step() -> Any:
         chosen = mx.argmax(rows.forward(tokens), axis=-1)
@@ -408,7 +413,7 @@ def peer_step(filler: nn.Module, model: nn.Module, b: int, s: int) -> Callable[[
         caches = [BatchKVCache([0] * b) for _ in caches]
     filler(mx.ones((b, CONTEXT), mx.int32), cache=caches)
     mx.eval([c.state for c in caches])
-    tokens = mx.ones((b, s), mx.int32)
+    tokens = different_tokens(b, s)
 
     def step() -> Any:
         chosen = mx.argmax(model(tokens, cache=caches), axis=-1)

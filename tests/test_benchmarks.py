@@ -121,7 +121,7 @@ def test_ngram(tmp_path: Path) -> None:
         }
 
 
-SHAPES = "shapes are 32b, 8b, 1b, 10m, tiny"
+SHAPES = "shapes are 32b, 8b, 1b, 10m, tiny, moe, tiny-moe"
 
 
 @pytest.mark.parametrize(

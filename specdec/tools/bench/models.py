@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import zlib
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import llama
 
 from ...errors import ConfigError
 from ...models import LoadedModel, load, load_draft
@@ -34,8 +34,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "1b": (2048, 16, 8192, 32, 8, 64, 128256, True),
         "10m": (256, 8, 768, 8, 4, 32, 8192, True),
         "tiny": (64, 2, 128, 4, 2, 16, 256, False),
+        "moe": (2048, 24, 6144, 32, 4, 128, 151936, False),
+        "tiny-moe": (64, 2, 128, 4, 2, 16, 256, False),
     }.items()
 }
+# 24 of the 48 layers of Qwen3-30B-A3B, and a small model with such layers.
+for _name, *_experts in (("moe", 128, 8, 768), ("tiny-moe", 8, 2, 64)):
+    _keys = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
+    SHAPES[_name] |= dict(zip(_keys, _experts, strict=True)) | {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
 
 
 def random_model(
@@ -47,7 +58,9 @@ def random_model(
     fitted: bool = True,
     seed: int = 0,
 ) -> nn.Module:
-    """A Llama of a real size with random weights, drawn on the device.
+    """A model of a real size with random weights, drawn on the device.
+
+    It is a Llama, or a Qwen3 with experts.
 
     A weight depends only on its name and the seed, so a model with fewer layers has
     the first layers of the deeper one.
@@ -67,7 +80,8 @@ def random_model(
     }
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
-    model = llama.Model(llama.ModelArgs.from_dict(config))
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if packing is not None:
         nn.quantize(model, *packing)
     parameters: Any = tree_flatten(model.parameters())
