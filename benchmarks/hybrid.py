@@ -29,8 +29,6 @@ from specdec.utils.tables import markdown_table
 from .common import Script, header_of, pipelined, write_report
 
 CONTEXT = 100
-# Steps that do not count, since MLX's graphs on CUDA take this many to settle.
-WARM = 24
 TOKENS = (1, 2, 3, 5)
 
 # From the models' configurations on the hub.
@@ -143,12 +141,12 @@ def main(rows: tuple[int, ...], repeat: int, tiny: bool, out: str | None) -> Non
     raw["milliseconds"] = records = []
     for name in SHAPES:
         model = random_model(name, tiny=tiny)
-        theirs = [1e3 * pipelined(peer_step(model, b), repeat, WARM) for b in rows]
+        theirs = [1e3 * pipelined(peer_step(model, b), repeat) for b in rows]
         fit(model)  # as loading does with every model
         for b, ms in zip(rows, theirs, strict=True):
             found = [{"shape": name, "rows": b, "tokens": 1, "of": "mlx-lm", "ms": ms}]
             for s in TOKENS:
-                ms = 1e3 * pipelined(engine_step(model, b, s), repeat, WARM)
+                ms = 1e3 * pipelined(engine_step(model, b, s), repeat)
                 kind = {"shape": name, "rows": b, "tokens": s, "of": "specdec"}
                 found.append({**kind, "ms": ms})
             records += found

@@ -475,10 +475,12 @@ class DecodeBatch:
 
     def _resize(self, size: int) -> None:
         """Have ``size`` slots, at least as many as running rows; this copies all."""
-        running = [i for i, s in enumerate(self.slots) if s and s.finish_reason is None]
-        idle = [i for i in range(len(self.slots)) if i not in running]
+        runs = [s is not None and s.finish_reason is None for s in self.slots]
+        running, idle = (
+            [i for i, r in enumerate(runs) if r is x] for x in (True, False)
+        )
         rows = sorted(running + idle[: max(0, size - len(running))])
-        self.slots = [self.slots[i] if i in running else None for i in rows]
+        self.slots = [self.slots[i] if runs[i] else None for i in rows]
         # A new slot is a copy of slot 0, which is then reset.
         added = size - len(rows)
         rows += [0] * added
