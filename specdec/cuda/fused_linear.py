@@ -30,7 +30,8 @@ from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
 
 logger = logging.getLogger(__name__)
 
-# Layers that read the same input, by their names in mlx-lm's models.
+# Layers that read the same input, by their names in mlx-lm's models. A module of
+# another kind names its own in ``siblings``.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -249,7 +250,7 @@ def _groups(
     """Groups of layers that can be joined: module, names and layers."""
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        for names in SIBLINGS:
+        for names in getattr(module, "siblings", SIBLINGS):
             layers = [module.get(name) for name in names]
             if _alike(layers, kinds):
                 yield module, names, layers

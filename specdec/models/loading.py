@@ -207,15 +207,11 @@ def adopt(
     return LoadedModel(model, exact, dict(config), name)
 
 
-def fit(model: Any, *, joins: bool = True) -> None:
+def fit(model: Any) -> None:
     """Let a model compute its products in the fastest way on this backend.
 
     The model changes in place; its weights and their names stay the same. The loaders
     here call this. Models that were made in another way can be passed too.
-
-    Args:
-        joins: whether layers that read the same input share a product. It must be false
-            for a model that calls some of these layers alone.
     """
     backend = defaults()
     if backend.name == "cpu":
@@ -227,8 +223,7 @@ def fit(model: Any, *, joins: bool = True) -> None:
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
-            if joins:
-                join_products(model)
+            join_products(model)
             # The fastest choice may differ between ranks, but all ranks must compute
             # the unsharded parts to the same bits.
             if launched_rank() is None:
@@ -264,7 +259,7 @@ def load_draft(
         folder = target.folder or folder_of(locate_target(target.name))
         head = open_mtp(folder, target)
         loaded = ready(head, target.config, draft.name, target, parse_dtype(dtype))
-        fit(loaded.model, joins=False)
+        fit(loaded.model)
         return loaded
     if draft.bits is None:
         return _load_made(draft, target, dtype, trust_remote_code)
@@ -287,7 +282,7 @@ def _load_made(
     if folder is not None and head is not None:
         check_no_adapter(draft)
         loaded = load_head(folder, head, draft.name, target, parse_dtype(dtype))
-        fit(loaded.model, joins=False)
+        fit(loaded.model)
     elif has_layers_only(card):
         check_no_adapter(draft)
         model, config = open_layers(source, trust_remote_code=trust_remote_code)

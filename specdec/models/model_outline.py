@@ -199,6 +199,7 @@ def _outline_head(
     cast_head(head, dtype, lazy=True)
     if dtype is not None:
         conversions.casting(before, weights_of(head), dtype)
+    _fit(head, conversions)
     size = conversions.peak(head)
     return ModelOutline(head, flat(config), draft.name, size, target.tokens)
 

@@ -21,6 +21,9 @@ class HeadAttention(nn.Module):
         input_size: width of its inputs.
     """
 
+    # Keys and values of a context are made without queries.
+    siblings = (("k_proj", "v_proj"),)
+
     def __init__(self, sizes: LayerSizes, input_size: int):
         super().__init__()  # type: ignore[no-untyped-call]
         heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim

@@ -15,6 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from specdec.cache import CacheOptions, make_batch_caches
+from specdec.cuda.fused_linear import JoinedLinear, join_products
 from specdec.errors import ModelError, UnsupportedModelError
 from specdec.models import LoadedModel, load_draft, loading, model_outline
 from specdec.models.draft_heads import BlockConfig, BlockHead, EagleHead, load_head
@@ -156,6 +157,30 @@ def test_blocks(name: str, lender: LoadedModel, tmp_path: Path) -> None:
     assert head.args.from_anchor == anchored
     assert head.args.target_layers == READS
     assert head.args.max_draft_tokens == head.args.block_size - (not anchored)
+
+
+def test_products_of_a_head_are_joined(lender: LoadedModel, tmp_path: Path) -> None:
+    """Keys and values are, without queries, which a context lacks; gate and up are.
+
+    With queries among them, a context would compute a part that nobody takes, and the
+    product would soon be joined no more.
+    """
+    config, how = BLOCKS["dspark"]
+    head, weights = loaded(tmp_path, config, lender)
+    join_products(head)
+    for _ in range(3):
+        check_block(head, weights, how, lender)
+    products: dict[int, tuple[Any, set[str]]] = {}
+    for name, layer in head.named_modules():
+        if isinstance(layer, JoinedLinear):
+            of = products.setdefault(id(layer._product), (layer._product, set()))
+            of[1].add(name.rpartition(".")[2])
+    found = list(products.values())
+    assert len(found) == 2 * len(head.layers)
+    assert all(
+        ns in ({"k_proj", "v_proj"}, {"gate_proj", "up_proj"}) for _, ns in found
+    )
+    assert not any(product._wasted for product, _ in found)
 
 
 def test_the_markov_head_of_dspark(lender: LoadedModel, tmp_path: Path) -> None:
