@@ -115,22 +115,30 @@ def defaults() -> BackendDefaults:
     return _DEFAULTS["metal" if mx.metal.is_available() else "cuda"]
 
 
-def memory_size() -> int | None:
+def memory_size(sharing: int = 1) -> int | None:
     """Bytes that MLX can use on its default device; ``None``: unknown.
 
     On Metal this is the working set that the system recommends, which is less than all
-    memory; on CUDA the GPU's memory; on a CPU the machine's memory, or the container's
-    if that is less.
+    memory; on CUDA what no other program holds of the GPU's memory; on a CPU the
+    machine's memory, or the container's if that is less.
+
+    Args:
+        sharing: processes that share the device in equal parts, this one included.
     """
     import mlx.core as mx
 
     if defaults().name == "cpu":
-        return _system_memory()
+        memory = _system_memory()
+        return None if memory is None else memory // sharing
     info = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         size = info.get(key)
         if isinstance(size, int) and size > 0:
-            return size
+            free, held = info.get("free_memory"), mx.get_active_memory()
+            size //= sharing
+            if not isinstance(free, int):
+                return size
+            return min(size, free + held + mx.get_cache_memory())
     return None
 
 

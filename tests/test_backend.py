@@ -50,6 +50,33 @@ def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.check_compiler() is None
 
 
+@pytest.mark.parametrize(
+    ("info", "sharing", "expected"),
+    [
+        ({"total_memory": 80, "free_memory": 70}, 1, 80),  # what MLX holds is ours
+        ({"total_memory": 80, "free_memory": 30}, 1, 50),
+        # Another replica holds its half; the rest is this one's.
+        ({"total_memory": 80, "free_memory": 20}, 2, 40),
+        ({"total_memory": 80, "free_memory": 10}, 2, 30),
+        ({"max_recommended_working_set_size": 60, "memory_size": 80}, 1, 60),
+        ({"memory_size": 80}, 2, 40),
+        ({}, 1, None),
+    ],
+)
+def test_memory_that_other_programs_hold_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch,
+    info: dict[str, int],
+    sharing: int,
+    expected: int | None,
+) -> None:
+    """A run that plans with all of a shared GPU ends when it is full."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 15)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 5)
+    assert backend.memory_size(sharing) == expected
+
+
 def run_check(tmp_path: Path, gxx: str | None) -> str:
     """Run the check, then a fused kernel, in a process that finds ``gxx`` as g++."""
     folder = tmp_path / "bin"

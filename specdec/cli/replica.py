@@ -86,10 +86,10 @@ def within_share(config: EngineConfig | None, sharing: int) -> EngineConfig:
     """The config of one of ``sharing`` replicas that share a device."""
     from .. import backend
 
-    config, size = config or EngineConfig(), backend.memory_size()
-    if sharing == 1 or config.memory_limit is not None or size is None:
+    config = config or EngineConfig()
+    if sharing == 1 or config.memory_limit is not None:
         return config
-    return replace(config, memory_limit=size // sharing)
+    return replace(config, memory_limit=backend.memory_size(sharing))
 
 
 def _serve(

@@ -509,7 +509,7 @@ def test_replicas_of_one_device_share_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each that plans with all of it: together they hold more than there is."""
-    monkeypatch.setattr(backend, "memory_size", lambda: 9000)
+    monkeypatch.setattr(backend, "memory_size", lambda sharing: 9000 // sharing)
     places: list[dict[str, str]] = [{"D": "0"}, {"D": "1"}, {"D": "0"}]
     limits = []
     for i in range(3):
