@@ -227,6 +227,14 @@ def debugging() -> bool:
     return os.environ.get(DEBUG, "") not in ("", "0")
 
 
+def _is_full(error: Exception) -> bool:
+    """Whether memory ran out, in the words of CUDA, of Metal or of MLX on a CPU."""
+    words = "out of memory", "insufficient memory", "unable to allocate"
+    said = str(error).lower()
+    in_mlx = isinstance(error, RuntimeError) and any(word in said for word in words)
+    return in_mlx or isinstance(error, MemoryError)
+
+
 def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "specdec"
@@ -247,6 +255,12 @@ def _describe(error: Exception) -> tuple[str, int]:
         return (
             "MLX has no backend here: pip install 'mlx[cpu]', or [cuda12] "
             f"or [cuda13] for an NVIDIA GPU ({error})",
+            FAILURE,
+        )
+    if _is_full(error):
+        return (
+            "there is no memory left: end other programs that use the device, or give "
+            f"a lower --memory-limit or --batch, where there is one ({shorten(error)})",
             FAILURE,
         )
     return (

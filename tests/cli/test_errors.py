@@ -246,6 +246,26 @@ def test_unexpected_errors_are_one_line_with_a_way_to_see_more(
 @pytest.mark.parametrize(
     "error",
     [
+        RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"),
+        RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"),
+        RuntimeError("[malloc] Unable to allocate 8 bytes."),
+        MemoryError(),
+    ],
+)
+def test_a_device_that_is_full(
+    specdec: Specdec, decoder: FakeDecoder, error: Exception
+) -> None:
+    """Whatever MLX calls it, the line names the way out."""
+    decoder.raises = error
+    result = specdec("run", "-p", "Hi")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("specdec: error: there is no memory left: end")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
         ModuleNotFoundError("No module named 'mlx'", name="mlx"),
         ModuleNotFoundError("No module named 'mlx.core'", name="mlx.core"),
         ImportError("libmlx.so: cannot open shared object file: No such file"),
