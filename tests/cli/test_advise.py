@@ -80,6 +80,7 @@ def test_a_draft_that_proposes_few_tokens(
 def test_text(advised: Callable[..., str]) -> None:
     text = advised("--batch", "1", "--max-tokens", "12", "--num-prompts", "2")
     assert "2 prompts, " in text
+    assert " rounds of up to 4 draft tokens\n" in text
     assert "predicted speed-up" in text
     assert text.splitlines()[-1].startswith("verdict: ")
     assert "from 2 prompts: too few to say how sure that is: give 5" in text
