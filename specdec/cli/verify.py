@@ -143,7 +143,8 @@ def verify(
 
     check_compiler()
     decoder = SpecDecoder.from_pretrained(**models.arguments(config))
-    with places_named(records), Progress("row", quiet=quiet) as progress:
+    rows = len(records) * (draws if sampled else 1)
+    with places_named(records), Progress("row", rows, quiet=quiet) as progress:
 
         def shown(what: str, done: int, total: int, share: float) -> None:
             progress.show(done, total, what=what, share=lambda: share)
