@@ -143,10 +143,10 @@ _ROUNDS = (
     "Milliseconds from one round's end to the next's, by *k*, the most tokens that a "
     "row may draft, medians over the passes that count. *drafted*: the rounds that "
     "drafted any token; an n-gram draft without a match drafts none, and its round "
-    "takes as long. *near a join*: a row joined in this round, the one before "
-    "or the one after; its prompt is taken in meanwhile. Ten, fifty and ninety of a "
-    "hundred rounds are below *10%*, *50%* and *90%*. Lengths of fewer than one round "
-    "in a hundred are left out."
+    "takes as long (earlier versions did not count them). *near a join*: a row joined "
+    "in this round, the one before or the one after; its prompt is taken in meanwhile. "
+    "Ten, fifty and ninety of a hundred rounds are below *10%*, *50%* and *90%*. "
+    "Lengths of fewer than one round in a hundred are left out."
 )
 
 
