@@ -18,7 +18,7 @@ from ..utils.printable import counted
 from ..utils.tables import text_table
 from . import options
 from .output import places_named, share_text, show
-from .progress import Progress
+from .progress import Progress, Share, announce
 
 if TYPE_CHECKING:
     from ..outputs import GenerationResult
@@ -77,12 +77,17 @@ def advise(
     if models.spec is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
     records = read_records(file)[:num_prompts]
+    sizes = sorted(set(batch_sizes))
+    announce(
+        f"decoding {counted(len(records), 'prompt')}, then timing forwards at batch "
+        f"{', '.join(map(str, sizes))}",
+        quiet=quiet,
+    )
     from ..backend import describe
     from ..decoder import SpecDecoder
     from ..model_names import short
     from ..spec_decode.draft_length import ForwardCosts
 
-    sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
     decoder = SpecDecoder.from_pretrained(**models.arguments(config))
     with places_named(records):
@@ -92,11 +97,15 @@ def advise(
             ignore_chat_template=ignore_chat_template,
         )
     results = []
+    share = Share(len(records), max_tokens)
     with Progress("prompt", len(records), quiet=quiet) as progress:
+        progress.add(0, what="decoding")
         for event in events:
+            ended = event.result is not None
             if event.result is not None:
                 results.append(event.result)
-            progress.add(event.result is not None, what="decoding")
+            share.take(event.index, len(event.token_ids), done=ended)
+            progress.add(ended, what="decoding", share=share)
     stats = decoder.stats
     stats.check_draft()
     costs = ForwardCosts()
@@ -125,8 +134,8 @@ def advise(
     show(
         f"target: {short(decoder.target_name)}\n"
         f"draft:  {decoder.draft_name}{share_text(stats.vocabulary_share)}\n"
-        f"{len(records)} prompts, {stats.row_rounds} rounds of "
-        f"{decoder.max_draft_tokens}\n"
+        f"{len(records)} prompts, {stats.row_rounds} rounds of up to "
+        f"{counted(decoder.max_draft_tokens, 'draft token')}\n"
     )
     show(_table(found))
     show(f"\nfrom {counted(len(results), 'prompt')}: {sure.words}")

@@ -13,6 +13,9 @@ from ..utils.data_files import json_text
 from . import options
 from .output import FAILURE, note, share_text, show
 
+# Room for a prompt of some pages and the default number of new tokens.
+DEFAULT_CONTEXT = 4096
+
 
 @click.command(
     cls=options.Command, short_help="Report how much memory a run needs, and what fits."
@@ -37,7 +40,10 @@ from .output import FAILURE, note, share_text, show
     options.kv_bits(),
     options.kv_group_size(),
 )
-@options.context("Tokens of a row, prompt and output together, such as 8192 or 8k.")
+@options.context(
+    "Tokens of a row, prompt and output together, such as 8192 or 8k. [default: "
+    f"{DEFAULT_CONTEXT}, or the target's context if that is shorter]"
+)
 @options.temp(help="Above 0, include the memory that sampling and its filters need.")
 @options.memory_limit(
     help="Memory to fit into, such as 8GB or 6.5GiB. [default: all that the device has]"
@@ -47,7 +53,7 @@ def estimate(
     *,
     models: options.Models,
     config: EngineConfig,
-    context: int,
+    context: int | None,
     temp: float,
     memory_limit: int | None,
     as_json: bool,
@@ -80,6 +86,9 @@ def estimate(
         revision=loading.get("revision"),
     )
     own_context = context_length(target_outline.config)
+    assumed = context is None
+    if context is None:
+        context = min(DEFAULT_CONTEXT, own_context or DEFAULT_CONTEXT)
     if spec is not None and "draft_adapter_path" in loading:
         spec = spec.with_adapter(loading["draft_adapter_path"])
     draft_outline = vocabulary = None
@@ -124,6 +133,11 @@ def estimate(
         context_length=own_context,
     )
     show(json_text(found.as_dict(), indent=2) if as_json else found.table())
+    if assumed:
+        note(
+            f"--context was not given: rows of {context} tokens are assumed, prompt "
+            "and output together"
+        )
     if vocabulary is not None:
         shared = share_text(vocabulary.share)
         note(f"the draft has another vocabulary{shared}")

@@ -347,7 +347,9 @@ def num_draft_tokens(text: str, *, low: int) -> Option:
 def context(text: str) -> Option:
     """``--context``: a number of tokens, such as ``8192`` or ``8k``."""
 
-    def parsed(_: click.Context, __: click.Parameter, value: str) -> int:
+    def parsed(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+        if value is None:
+            return None
         try:
             n = parse_count(value)
         except ConfigError as error:
@@ -356,9 +358,7 @@ def context(text: str) -> Option:
             raise click.BadParameter(f"{value} is not between 2 and {MOST_TOKENS}")
         return n
 
-    return click.option(
-        "--context", callback=parsed, metavar="N", required=True, help=text
-    )
+    return click.option("--context", callback=parsed, metavar="N", help=text)
 
 
 # -- target and draft ---------------------------------------------------------------

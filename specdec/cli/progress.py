@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
-from .output import show
+from .output import note, show
 
 # Seconds between lines: a log of an hour stays readable.
 LINE_SECONDS = 10.0
@@ -21,6 +21,21 @@ LOOK_SECONDS = 1.0
 _LEFT_SECONDS = 0.5
 # Without tqdm's own time left, which depends on the last update alone.
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
+def announce(work: str, *, quiet: bool) -> None:
+    """Say what a command is about to do, before it loads models.
+
+    Args:
+        work: all that will be done, in a few words.
+        quiet: say nothing.
+    """
+    if quiet:
+        return
+    from ..backend import defaults
+
+    slow = "; on a CPU this can take minutes" if defaults().name == "cpu" else ""
+    note(f"{work}{slow}")
 
 
 class Progress:

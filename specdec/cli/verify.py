@@ -10,6 +10,7 @@ import click
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
+from ..utils.printable import counted
 from . import options
 from .options import is_given
 from .output import (
@@ -21,7 +22,7 @@ from .output import (
     show,
     show_warnings,
 )
-from .progress import Progress
+from .progress import Progress, announce
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -128,13 +129,26 @@ def verify(
     output = OutputFile("--json", json_file, file) if json_file else None
 
     show_warnings(notes=not quiet)
+    prompts = counted(len(records), "prompt")
+    announce(
+        f"decoding {prompts} {draws} times, to compare the tokens with the target's "
+        "distribution"
+        if sampled
+        else f"decoding {prompts} with the engine, then one by one without it",
+        quiet=quiet,
+    )
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
     from ..tools.parity import certify, summary
 
     check_compiler()
     decoder = SpecDecoder.from_pretrained(**models.arguments(config))
-    with places_named(records), Progress("row", quiet=quiet) as progress:
+    rows = len(records) * (draws if sampled else 1)
+    with places_named(records), Progress("row", rows, quiet=quiet) as progress:
+
+        def shown(what: str, done: int, total: int, share: float) -> None:
+            progress.show(done, total, what=what, share=lambda: share)
+
         found = certify(
             decoder,
             [record.prompt for record in records],
@@ -142,7 +156,7 @@ def verify(
             draws=draws,
             max_restarts=max_restarts,
             ignore_chat_template=ignore_chat_template,
-            progress=lambda what, done, total: progress.show(done, total, what=what),
+            progress=shown,
         )
     if output is not None:
         settings = {

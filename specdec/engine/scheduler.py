@@ -87,23 +87,28 @@ class Scheduler:
             running: requests that have a row. If there are none, the first waiting
                 request gets one whatever it needs: it will not fit better later.
         """
-        places = self.batch_size - len(running)
-        if running and self._is_early(places):
-            return []
-        first = list(islice(self._waiting, max(0, places)))
+        places = max(0, self.batch_size - len(running))
+        # One more than could join now: it shows whether waiting helps.
+        first = list(islice(self._waiting, places + 1))
         alike = first[: _number_alike(first)]
+        if running and self._is_early(places, len(alike)):
+            return []
+        alike = alike[:places]
         admitted = alike[: self._number_fitting(running, alike)]
         for _ in admitted:
             self._waiting.popleft()
             self._idle = 0
         return admitted
 
-    def _is_early(self, places: int) -> bool:
-        """Whether to wait another round, so that more requests join together."""
-        if 2 * places >= self.batch_size:
+    def _is_early(self, places: int, alike: int) -> bool:
+        """Whether to wait another round, so that more requests join together.
+
+        Args:
+            places: free rows.
+            alike: how many requests could join together if one more row were free.
+        """
+        if 2 * places >= self.batch_size or alike <= places:
             return False
-        if _number_alike(list(islice(self._waiting, places + 1))) <= places:
-            return False  # one more row would not help
         # In large batches no row waits for more than 16 times ``join_rounds``.
         self._idle += max(places, self.batch_size // 16)
         return self._idle < self._may_idle

@@ -31,23 +31,31 @@ class Task:
 def decode(
     decoder: SpecDecoder,
     tasks: Iterable[Task],
-    stepped: Callable[[int], None] = lambda ended: None,
+    stepped: Callable[[int, float], None] = lambda ended, share: None,
 ) -> list[GenerationResult]:
     """Decode all tasks through the engine, up to its batch size at once.
 
     Args:
         stepped: called before each step and at the end, with the number of tasks that
-            have ended. An exception that it raises ends the decoding.
+            have ended, and the share of all tokens that need no more decoding. An
+            exception that it raises ends the decoding.
     """
     session = decoder.session()
+    left = []
     for task in tasks:
         session.add_encoded(task.prompt, task.params)
+        left.append(task.params.max_tokens)
     results: list[GenerationResult] = []
+    most = sum(left) or 1
     with wired_memory():
         while session.busy:
-            stepped(len(results))
-            results += [e.result for e in session.step() if e.result is not None]
-    stepped(len(results))
+            stepped(len(results), 1 - sum(left) / most)
+            for event in session.step():
+                left[event.index] -= len(event.token_ids)
+                if event.result is not None:
+                    left[event.index] = 0
+                    results.append(event.result)
+    stepped(len(results), 1.0)
     session.stats.check_draft()
     return sorted(results, key=lambda result: result.index)
 

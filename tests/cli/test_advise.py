@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def advised(
         command = ["advise", "--draft", "a/D", "--prompts", str(prompts), *arguments]
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output
+        sys.stderr.write(result.stderr)
         return result.stdout
 
     return run
@@ -77,10 +80,26 @@ def test_a_draft_that_proposes_few_tokens(
         assert len(found["survival"]) == len(prediction["speedup"]) - 1 == 3
 
 
-def test_text(advised: Callable[..., str]) -> None:
+def test_text(
+    advised: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The report, and on standard error how much is left of decoding and of timing."""
+    for name in ("LINE_SECONDS", "_LEFT_SECONDS"):
+        monkeypatch.setattr(f"specdec.cli.progress.{name}", 0.0)
     text = advised("--batch", "1", "--max-tokens", "12", "--num-prompts", "2")
     assert "2 prompts, " in text
+    assert " rounds of up to 4 draft tokens\n" in text
     assert "predicted speed-up" in text
+    note, first, *lines = capsys.readouterr().err.splitlines()
+    assert note.startswith("specdec: note: decoding 2 prompts, then timing")
+    assert first == "specdec: decoding, 0 of 2 prompts"
+    assert any(
+        re.fullmatch(r"specdec: decoding, 1 of 2 prompts, about \d+ seconds left", line)
+        for line in lines
+    )
+    assert "specdec: timing forwards of 1, 0 of 1 batch size" in lines
     assert text.splitlines()[-1].startswith("verdict: ")
     assert "from 2 prompts: too few to say how sure that is: give 5" in text
 

@@ -117,6 +117,26 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
     assert 0 < tight["largest_context"] < 8192
 
 
+def test_a_context_that_is_assumed(tmp_path: Path) -> None:
+    """A model's context of a million tokens, or one that the target does not have."""
+    limit = ("--memory-limit", "64GB")
+    found = {}
+    for own in (None, 1024, 8192, 1 << 20):
+        path = tmp_path / f"{own}.json"
+        path.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": own}))
+        result = estimate("--target", str(path), *limit)
+        assert result.exit_code == 0, result.output
+        found[own] = n = as_json("--target", str(path), *limit)["context"]
+        assert f": 1 row of {n} tokens\n" in result.stdout
+        assert result.stderr == (
+            f"specdec: note: --context was not given: rows of {n} tokens are assumed, "
+            "prompt and output together\n"
+        )
+        given = estimate("--target", str(path), "--context", str(n), *limit)
+        assert (given.stdout, given.stderr) == (result.stdout, "")
+    assert found == {None: 4096, 1024: 1024, 8192: 4096, 1 << 20: 4096}
+
+
 def test_tokens_in_thousands(config: str) -> None:
     base = ("--target", config, "--context")
     assert as_json(*base, "8k") == as_json(*base, "8192")
@@ -208,7 +228,6 @@ def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--target", "a/x"), 2, "Missing option '--context'"),
         (("--target", "a/x", "--context", "1"), 2, "'--context': 1 is not between 2"),
         (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
         (("--target", "a/x", "--context", "9", "--draft", "self"), 2, "'self' is not"),

@@ -7,11 +7,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from specdec.backend import defaults
+from specdec.cli import main
 from specdec.cli.progress import LINE_SECONDS, Progress, Share
+from specdec.decoder import SpecDecoder
+from specdec.errors import SpecdecError
 
 
 class Clock:
@@ -75,6 +82,44 @@ def test_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
         "specdec: 31 of 61 sets, about 58 seconds left\n"
         "specdec: 61 of 61 sets\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "work"),
+    [
+        ("verify", "decoding 2 prompts with the engine, then one by one without it"),
+        (
+            "verify --draft a/D --temp 1 --verification block",
+            "decoding 2 prompts 256 times, to compare the tokens with the target's",
+        ),
+        (
+            "advise --draft a/D --json",
+            "decoding 2 prompts, then timing forwards at batch 1, 8",
+        ),
+    ],
+)
+def test_what_takes_minutes_is_announced(
+    command: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is shown before the models are loaded, or it is in the JSON."""
+
+    def from_pretrained(*names: Any, **options: Any) -> Any:
+        raise SpecdecError("loading begins")
+
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n")
+    words = [*command.split(), "--target", "a/T", "--prompts", str(prompts)]
+    result = CliRunner().invoke(main, words)
+    note, error = result.stderr.splitlines()
+    assert note.startswith(f"specdec: note: {work}")
+    assert note.endswith("; on a CPU this can take minutes") == (
+        defaults().name == "cpu"
+    )
+    assert error == "specdec: error: loading begins"
+    assert result.stdout == ""
+    quiet = CliRunner().invoke(main, [*words, "--quiet"])
+    assert quiet.output == "specdec: error: loading begins\n"
 
 
 def test_what_an_earlier_run_has_done_took_no_time() -> None:

@@ -583,7 +583,7 @@ def test_prompts_of_a_file_are_named_by_line(specdec: Specdec, tmp_path: Path) -
     error = f"specdec: error: {path}:3 (prompt 2): the logits are NaN\n"
     assert result.stderr == error
     path.write_text("\nunusable\n")
-    for command in (["run", "--quiet"], ["advise", "--draft", "ngram"]):
+    for command in (["run", "--quiet"], ["advise", "-q", "--draft", "ngram"]):
         result = specdec(*command, "--prompts", str(path))
         assert result.exit_code == 1
         error = f"specdec: error: {path}:2 (prompt 0): it is unusable\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,6 +104,24 @@ def test_exact(verify: Verify, calls: dict[str, Any], tmp_path: Path) -> None:
     assert record["command"].startswith("specdec ")
     assert record["options"]["batch_size"] == 2
     assert record["result"]["compared"] == 18
+
+
+def test_what_is_left(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one batch end together, after minutes without an estimate."""
+    for name in ("LINE_SECONDS", "_LEFT_SECONDS"):
+        monkeypatch.setattr(f"specdec.cli.progress.{name}", 0.0)
+    options = ("--draft", "owner/D", "--max-tokens", "9")
+    result = verify(*options)
+    note, first, *lines = result.stderr.splitlines()
+    assert "decoding 3 prompts with the engine, then one by one without it" in note
+    assert first == "specdec: speculative, 0 of 3 rows"
+    assert any(
+        re.fullmatch(r"specdec: speculative, 0 of 3 rows, about \d+ seconds left", line)
+        for line in lines
+    )
+    assert "specdec: plain, 0 of 3 rows" in lines
+    quiet = verify(*options, "--quiet")
+    assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
 
 
 def test_ties_pass(verify: Verify, tmp_path: Path) -> None:

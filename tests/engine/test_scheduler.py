@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import specdec.engine.scheduler as scheduler_module
 from specdec.engine.scheduler import Scheduler
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
@@ -142,6 +144,26 @@ def test_no_row_stays_idle_for_others_that_would_be_of_no_use() -> None:
     assert indices(scheduler.admit(running[2:])) == [8, 9]
     assert scheduler.admit(running[1:]) == []
     assert indices(scheduler.admit(running[2:])) == [10, 11]
+
+
+def test_prompts_are_compared_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to decide whether to wait, and once more to choose who joins."""
+    compared: list[int] = []
+
+    def number_alike(rows: Sequence[Request]) -> int:
+        compared.append(len(rows))
+        return right(rows)
+
+    right = scheduler_module._number_alike
+    monkeypatch.setattr(scheduler_module, "_number_alike", number_alike)
+    scheduler = Scheduler(8, join_rounds=2)
+    for index in range(20):
+        scheduler.add(row(index))
+    running = scheduler.admit([])
+    compared.clear()
+    waits = [scheduler.admit(running[2:]) for _ in range(8)]
+    assert [len(admitted) for admitted in waits] == [0] * 7 + [2]
+    assert compared == [3] * 8
 
 
 def test_one_free_place_of_many_is_not_idle_for_long() -> None:

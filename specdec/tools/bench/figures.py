@@ -203,7 +203,10 @@ class CellFigures:
         def merged(all_: list[RoundTimes]) -> RoundTimes:
             names = ("p10", "p50", "p90", "mean")
             times = {n: statistics.median(getattr(r, n) for r in all_) for n in names}
-            return replace(all_[0], number=sum(r.number for r in all_), **times)
+            number, drafted = sum(r.number for r in all_), None
+            if all(r.drafted is not None for r in all_):
+                drafted = sum(r.drafted or 0 for r in all_)
+            return replace(all_[0], number=number, drafted=drafted, **times)
 
         return [merged(each) for _, each in sorted(found.items())]
 
@@ -276,7 +279,7 @@ class CellFigures:
 
     @cached_property
     def traced(self) -> list[TracedRound]:
-        """Every round of the first pass in which anything was drafted."""
+        """Every round of the first pass that might have drafted: of k above 0."""
         return [(k, rows) for k, rows in self.first.traced if k]
 
     @property

@@ -21,7 +21,8 @@ from ...utils.tables import percentile
 from .recipe import Recipe
 
 Clock = Callable[[], float]
-#: k, and the numbers of tokens that each running row drafted and accepted in the round.
+#: k, the most tokens that a row may draft in the round, and the numbers of tokens that
+#: each running row drafted and accepted in it.
 TracedRound = tuple[int, list[tuple[int, int]]]
 
 _GOLDEN = 0.6180339887498949
@@ -66,7 +67,13 @@ class RequestRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTimes:
-    """Milliseconds of a job's rounds of one k, either near a join or away from one."""
+    """Milliseconds of a job's rounds of one k, either near a join or away from one.
+
+    Args:
+        number: number of rounds.
+        drafted: how many of these drafted at least one token. An n-gram draft without
+            a match drafts none, and the round takes as long. ``None``: not recorded.
+    """
 
     k: int
     near_join: int
@@ -75,6 +82,7 @@ class RoundTimes:
     p50: float
     p90: float
     mean: float
+    drafted: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +91,7 @@ class JobRecord:
 
     Args:
         seconds: time from the call to the last token.
-        traced: every round, kept only of a first pass of this engine.
+        traced: every round of k above 0, kept only of a first pass of this engine.
     """
 
     seconds: float
@@ -256,6 +264,7 @@ class _Round:
     k: int
     milliseconds: float
     joined: bool
+    drafted: bool
 
 
 class Rounds:
@@ -285,28 +294,34 @@ class Rounds:
         """Note that a row joins others, in the round that ends next."""
         self._joins = True
 
-    def end(self, k: int) -> None:
-        """Note that a round of k has ended."""
+    def end(self, k: int, *, drafted: bool) -> None:
+        """Note that a round of k has ended.
+
+        Args:
+            drafted: whether it drafted at least one token.
+        """
         now = self._now()
         if self._last is not None:
-            each = _Round(k, (now - self._last) * 1e3, self._joins)
+            each = _Round(k, (now - self._last) * 1e3, self._joins, drafted)
             self._runs[-1].append(each)
         self._last, self._joins = now, False
 
     def times(self) -> list[RoundTimes]:
         """Times of the rounds so far, by k and by whether a join was near."""
-        found: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        found: dict[tuple[int, bool], list[_Round]] = defaultdict(list)
         for run in self._runs:
             for i, each in enumerate(run):
                 near = any(other.joined for other in run[max(i - 1, 0) : i + 2])
-                found[each.k, near].append(each.milliseconds)
+                found[each.k, near].append(each)
         made = []
-        for (k, near), ms in sorted(found.items()):
+        for (k, near), rounds in sorted(found.items()):
+            ms = [each.milliseconds for each in rounds]
             shown: dict[str, Any] = {
                 f"p{p}": round(percentile(ms, p), 3) for p in (10, 50, 90)
             }
             shown["mean"] = round(sum(ms) / len(ms), 3)
             what = {"k": k, "near_join": int(near), "number": len(ms)}
+            what["drafted"] = sum(each.drafted for each in rounds)
             made.append(RoundTimes(**what, **shown))
         return made
 

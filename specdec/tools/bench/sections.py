@@ -140,11 +140,13 @@ def _latency(figures: Figures) -> str:
 
 
 _ROUNDS = (
-    "Milliseconds from one round's end to the next's, by draft length, medians over "
-    "the passes that count. *near a join*: a row joined in this round, the one before "
-    "or the one after; its prompt is taken in meanwhile. Ten, fifty and ninety of a "
-    "hundred rounds are below *10%*, *50%* and *90%*. Lengths of fewer than one round "
-    "in a hundred are left out."
+    "Milliseconds from one round's end to the next's, by *k*, the most tokens that a "
+    "row may draft, medians over the passes that count. *drafted*: the rounds that "
+    "drafted any token; an n-gram draft without a match drafts none, and its round "
+    "takes as long (earlier versions did not count them). *near a join*: a row joined "
+    "in this round, the one before or the one after; its prompt is taken in meanwhile. "
+    "Ten, fifty and ninety of a hundred rounds are below *10%*, *50%* and *90%*. "
+    "Lengths of fewer than one round in a hundred are left out."
 )
 
 
@@ -160,6 +162,7 @@ def _rounds(figures: Figures) -> str:
             "k": lambda x: x[1].k,
             "near a join": lambda x: "yes" if x[1].near_join else "no",
             "rounds": lambda x: x[1].number,
+            "drafted": lambda x: NONE if x[1].drafted is None else x[1].drafted,
             "10%": lambda x: f"{x[1].p10:.2f}",
             "50%": lambda x: f"{x[1].p50:.2f}",
             "90%": lambda x: f"{x[1].p90:.2f}",
@@ -353,11 +356,11 @@ def _predicted(figures: Figures) -> str:
 
 
 _POLICIES = (
-    "Computed from the accepted counts of the rounds that drafted, each a round of its "
-    "own: *cut to the batch's minimum* is what an engine without per-sequence trim "
-    "keeps; the *oracle* drafts in every round as many tokens, up to k, as bring most "
-    "tokens per time in all. *tokens per row* counts the extra token; *speed-up* is by "
-    "the costs above."
+    "Computed from the accepted counts of the rounds of *k* above 0, each a round of "
+    "its own; *k* is the most that it may draft, on average. *cut to the batch's "
+    "minimum* is what an engine without per-sequence trim keeps; the *oracle* drafts "
+    "in every round as many tokens, up to k, as bring most tokens per time in all. "
+    "*tokens per row* counts the extra token; *speed-up* is by the costs above."
 )
 
 
@@ -374,7 +377,7 @@ def _policies(figures: Figures) -> str:
             "system": lambda x: x[0],
             "rounds": lambda x: x[1],
             "tokens per row": lambda x: f"{x[2].tokens_per_round:.2f}",
-            "draft steps": lambda x: _number(x[2].draft_steps / x[2].rounds, 2),
+            "k": lambda x: _number(x[2].draft_steps / x[2].rounds, 2),
             "speed-up": lambda x: _number(x[2].speedup, 2),
         },
     )

@@ -112,7 +112,8 @@ class _Watch(RoundObserver):
             if row.rounds > rounds:
                 drafted.append((row.drafted - before, row.accepted - accepted))
         if drafted:
-            self._rounds.end(num_draft_tokens)
+            drafts = any(number for number, _ in drafted)
+            self._rounds.end(num_draft_tokens, drafted=drafts)
             if num_draft_tokens:
                 self._rounds.traced.append((num_draft_tokens, drafted))
         elif self._running:
@@ -188,7 +189,7 @@ def mlx_lm_step(
             if not done.tokens:
                 job.rounds.begin()
             elif begins:
-                job.rounds.end(k)
+                job.rounds.end(k, drafted=k > 0)
             # All tokens of a round exist when its first one is yielded.
             if begins and draft is not None:
                 done.rounds += 1
@@ -239,7 +240,7 @@ def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
             else:
                 if new:
                     job.rounds.join()
-                job.rounds.end(0)
+                job.rounds.end(0, drafted=False)
             for response in responses:
                 i = index[response.uid]
                 if response.finish_reason != "stop":

@@ -188,7 +188,7 @@ class Author:
             )
             for prompt in prompts
         ]
-        results = decode(self._decoder, tasks, lambda ended: self._check())
+        results = decode(self._decoder, tasks, lambda ended, share: self._check())
         return [with_end(result) for result in results]
 
 

@@ -48,7 +48,8 @@ def certify(
         draws: decodings of each prompt if distributions are compared; 20 or more.
         max_restarts: how often a row is decoded again after a tie.
         ignore_chat_template: encode strings as they are.
-        progress: called with what is being done, how much is done, and the total.
+        progress: called with what is being done, how many rows are done, the total,
+            and the share of the work that is done.
 
     Raises:
         ConfigError: a setting has no counterpart in plain decoding.
@@ -76,7 +77,7 @@ def certify(
             raise PromptError(f"prompt {i}: {error}") from error
     if not tasks:
         raise PromptError("no prompts to verify: give one")
-    show = progress or (lambda what, done, total: None)
+    show = progress or (lambda what, done, total, share: None)
     if drawn:
         return certify_distribution(decoder, plain, tasks, draws=draws, progress=show)
     return certify_tokens(

@@ -14,7 +14,7 @@ from ...decoder import SpecDecoder
 from ..decoding import Task, decode, with_end
 from .plain import PlainTarget
 from .statistics import MIN_EXPECTED, Fit, chi_square_tail, fit, rare_tail
-from .tokens import Progress, counted
+from .tokens import Progress, counted, each_shown
 
 # Chance that a correct engine fails.
 FALSE_ALARM = 1e-6
@@ -146,14 +146,12 @@ def certify_distribution(
             seen.setdefault((prompt, tokens[:at]), Counter())[token] += 1
     often = {at: c for at, c in sorted(seen.items()) if c.total() >= MIN_DRAWS}
     tests: list[PrefixTest] = []
-    for (prompt, tokens), counts in often.items():
-        progress("plain", len(tests), len(often))
+    for (prompt, tokens), counts in each_shown(progress, "plain", often.items()):
         task = tasks[prompt]
         logits = plain.logits((*task.prompt.token_ids, *tokens))
         probabilities = mx.softmax(logits / task.params.temperature)
         found = fit(counts, np.array(probabilities))
         tests.append(PrefixTest(prompt, tokens, found))
-    progress("plain", len(tests), len(often))
     return DistributionCertificate(
         prompts=len(tasks),
         draws=draws,

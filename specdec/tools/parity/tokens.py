@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 
@@ -14,8 +14,10 @@ from ..decoding import Task, decode, with_end
 from .compare import Divergence, Evidence, Scores, Token, first_difference
 from .plain import PlainTarget, PlainTokens, scores
 
-#: Called with what is being done, how much of it is done, and the total.
-Progress = Callable[[str, int, int], None]
+#: Called with what is being done, how many units of it are done, the total, and the
+#: share of the work that is done.
+Progress = Callable[[str, int, int, float], None]
+T = TypeVar("T")
 Verdict = Literal["exact", "ties", "incomplete", "failure"]
 
 
@@ -80,9 +82,17 @@ class TokenCertificate:
         }
 
 
-def counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
-    """A function that shows how much of ``what`` is done."""
-    return lambda done: progress(what, done, total)
+def counted(progress: Progress, what: str, total: int) -> Callable[[int, float], None]:
+    """A function that shows how much of ``what`` is done, for :func:`decode`."""
+    return lambda done, share: progress(what, done, total, share)
+
+
+def each_shown(progress: Progress, what: str, items: Collection[T]) -> Iterator[T]:
+    """Yield the items, and show how many are done."""
+    for done, item in enumerate(items):
+        progress(what, done, len(items), done / len(items))
+        yield item
+    progress(what, len(items), len(items), 1.0)
 
 
 def certify_tokens(
@@ -99,17 +109,19 @@ def certify_tokens(
     again from the plain tokens, up to ``max_restarts`` times for each prompt.
     """
     results = decode(decoder, tasks, counted(progress, "speculative", len(tasks)))
-    expected = []
-    for i, task in enumerate(tasks):
-        progress("plain", i, len(tasks))
-        expected.append(_plainly(plain, task, decoder.tokenizer))
-    progress("plain", len(tasks), len(tasks))
+    expected = [
+        _plainly(plain, task, decoder.tokenizer)
+        for task in each_shown(progress, "plain", tasks)
+    ]
     comparison = _Comparison(decoder, plain, tasks, expected)
     begun = dict.fromkeys(range(len(tasks)), 0)
     restarts = 0
     for restart in range(max_restarts + 1):
         positions = [
-            comparison.take(i, begun[i], results[n]) for n, i in enumerate(begun)
+            comparison.take(i, begun[i], result)
+            for i, result in each_shown(
+                progress, "comparing", list(zip(begun, results, strict=True))
+            )
         ]
         pairs = zip(begun, positions, strict=True)
         begun = {i: position for i, position in pairs if position is not None}

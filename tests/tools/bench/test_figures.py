@@ -232,18 +232,21 @@ def test_latencies_and_queues_by_hand() -> None:
 
 
 def test_rounds_are_merged_over_passes() -> None:
-    def times(number: int, ms: float, near: int = 0) -> RoundTimes:
+    def times(
+        number: int, ms: float, near: int = 0, drafted: int | None = 4
+    ) -> RoundTimes:
         each = dict.fromkeys(("p10", "p50", "p90", "mean"), ms)
-        return RoundTimes(k=2, near_join=near, number=number, **each)
+        return RoundTimes(k=2, near_join=near, number=number, drafted=drafted, **each)
 
     cell = Cell(system="specdec")
     prompts = PromptsRecord(digest="", found=1, tokens=[1], categories=[None])
     passes = {
-        n: job(1, rounds=[times(5, ms), times(9, 90.0, 1)])
+        n: job(1, rounds=[times(5, ms), times(9, 90.0, 1, n if n > 1 else None)])
         for n, ms in ((0, 50.0), (1, 10.0), (2, 20.0))
     }
     f = CellFigures(Results({}, prompts, passes={cell: passes}), cell)
-    assert f.rounds == [times(10, 15.0), times(18, 90.0, 1)]
+    # Results of earlier versions do not say how many rounds drafted.
+    assert f.rounds == [times(10, 15.0, 0, 8), times(18, 90.0, 1, None)]
     assert f.round_ms == 15.0
 
 

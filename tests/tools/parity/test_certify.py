@@ -83,14 +83,26 @@ def test_every_prompt_has_a_seed_of_its_own(tiny_model: TinyModel) -> None:
     decoder = make_decoder(tiny_model)
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=4)
     prompts = [[5, 6, 7], [5, 6, 7]]
-    seen: list[str] = []
-    found = certify(
-        decoder, prompts, params, progress=lambda what, done, total: seen.append(what)
-    )
+    found = certify(decoder, prompts, params)
     assert found.verdict == "exact"
-    assert {"speculative", "plain"} <= set(seen)
     one, two = (r.token_ids for r in decoder.generate(prompts, params))
     assert one != two
+
+
+def test_progress(tiny_model: TinyModel) -> None:
+    """Rows that end together, of which nothing is known until they have ended."""
+    seen: dict[str, list[tuple[int, int, float]]] = {}
+
+    def progress(what: str, done: int, total: int, share: float) -> None:
+        seen.setdefault(what, []).append((done, total, share))
+
+    params = SamplingParams(max_tokens=6)
+    certify(make_decoder(tiny_model), [[5, 6, 7], [9]], params, progress=progress)
+    assert list(seen) == ["speculative", "plain", "comparing"]
+    for each in seen.values():
+        assert each == sorted(each)
+        assert (each[0], each[-1]) == ((0, 2, 0.0), (2, 2, 1.0))
+    assert [share for done, _, share in seen["speculative"] if share and not done]
 
 
 def test_the_context_ends_both(tiny_model: TinyModel) -> None:
