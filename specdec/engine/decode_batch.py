@@ -127,7 +127,11 @@ class DecodeBatch:
         for s in self.slots:
             prompt = NO_TOKENS if s is None else s.prompt_tokens
             texts.append(prompt[0 if s and self._is_drafted(s) else -1 :] or (0,))
-        rows = self._drafter.rows(texts, max_length=self._max_length())
+        most = self._max_length()
+        if self._target.runner.recorder is not None:
+            # It is shown chunks of all rows, and gets the stored prefix of each.
+            most = self._target.max_length
+        rows = self._drafter.rows(texts, max_length=most)
         if any(salts := self._salts):
             rows.separate(salts)
         return rows

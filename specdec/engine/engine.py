@@ -253,8 +253,6 @@ class Engine:
         outputs = [StepOutput.of(s) for s in self._ended_early]
         self._ended_early = []
         self._scheduler.ended()
-        if self._joining is not None and not self._joining.batch.unfinished:
-            self._joining = None
         self._retire()
         return outputs
 
@@ -448,12 +446,17 @@ class Engine:
         return [StepOutput.of(s) for s in rows]
 
     def _retire(self) -> None:
-        """Remove rows that have ended, and rounds in flight that no row needs."""
+        """Remove rows that have ended, and rounds in flight that no row needs.
+
+        When no request is left, this frees all caches: there may be no next step.
+        """
+        if self._joining is not None and not self._joining.batch.unfinished:
+            self._joining = None
+        if self._running is not None:
+            self._running.retire()
+            if not self._running.unfinished:
+                self._running = None
         if self._running is None:
-            return
-        self._running.retire()
-        if not self._running.unfinished:
-            self._running = None
             left = [r for r in self._in_flight if r.running]
             self._in_flight.clear()
             self._in_flight.extend(left)

@@ -188,10 +188,10 @@ class ModelRunner:
             max_write=max(
                 self.prefill_step_size, max_round + self.backend.pad_single_token
             ),
-            max_length=self._bound(max(max_length, self._padded(longest))),
             single_stays=single_stays,
         )
-        rows = ModelRows(self, prompts, options, max_round)
+        most = self._bound(max(max_length, self._padded(longest)))
+        rows = ModelRows(self, prompts, options, max_round, most)
         if reuses and self.prefixes is not None:
             known_as = self._known_as(prompts, last)
             rows.session = self.prefixes.begin(known_as, max_write=options.max_write)
@@ -238,8 +238,12 @@ class ModelRows:
         prompts: Sequence[Sequence[int]],
         options: CacheOptions,
         max_round: int,
+        max_length: int,
     ):
         self.runner = runner
+        #: The most slots of a row, prefill's padding included.
+        self.max_length = max_length
+        options = replace(options, max_length=max_length)
         self._prompts = prompts
         self._memo = Memo()
         self._caches = make_batch_caches(

@@ -52,6 +52,18 @@ class HeadDrafter(Drafter):
         self.max_round = max_draft_tokens + 1
         block = isinstance(self.head, BlockHead)
         self.max_proposals = head.args.max_draft_tokens if block else None
+        self._fewest = 0
+        if block and not all(head.args.causal):
+            self._fewest = min(max_draft_tokens, head.args.max_draft_tokens)
+
+    def block_width(self, k: int) -> int:
+        """Slots of a block to compute, to propose ``k`` tokens.
+
+        Where slots see those after them, a block's width changes its first proposals.
+        The rows of a round decide k, but must not change what each other is proposed:
+        with the ratio rules, proposals decide what a row emits.
+        """
+        return max(k, self._fewest)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
         known = [p[:-1] for p in prompts]
@@ -170,9 +182,10 @@ class BlockRows(HeadRows):
         k = min(wanted, head.args.max_draft_tokens)
         newest, vocab_size = round_.recent[:, -1:], self._drafter.vocab_size
         own = int(not head.args.from_anchor)
-        states = self._rows.call("states", head.inputs(newest, k + own))
-        self._take_back(k + own)
-        logits = head.logits(states[:, own:])
+        width = self._drafter.block_width(k) + own
+        states = self._rows.call("states", head.inputs(newest, width))
+        self._take_back(width)
+        logits = head.logits(states[:, own : own + k])
 
         def biased(proposed: Sequence[mx.array]) -> mx.array:
             """Logits of the next slot, biased by the token before it."""

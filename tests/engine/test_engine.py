@@ -336,6 +336,32 @@ def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
     assert begun == [0, 2]
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "wait"), [(1, 0), (40, 0), (40, 1), (40, 2), (40, 3)]
+)
+def test_an_idle_engine_holds_no_caches(
+    target: Any, wait: int, max_tokens: int
+) -> None:
+    """However its last rows end: nobody calls the next step of an idle server.
+
+    Rows that ended with their first token, before the draft had read their prompts,
+    stayed until another request came.
+    """
+    engine = engine_of(target, target, backend=BEHIND)
+    for index in range(2):
+        prompt = (3, 4, 5 + index)
+        engine.add(Request(index, "", prompt, SamplingParams(max_tokens=max_tokens)))
+    for _ in range(wait):
+        engine.step()
+    if max_tokens > 1:
+        for index in range(2):
+            engine.cancel(index)
+    while engine.busy:
+        engine.step()
+    assert engine.load.cache_bytes == 0
+    assert not engine._in_flight
+
+
 def test_joined_rows_are_not_held_twice(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ from tests.models.draft_heads import published
 from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB as VOCABULARY
-from tests.plain import AT_ONCE, BEHIND, drafts_of, exact, greedy
+from tests.plain import AT_ONCE, BEHIND, drafts_of, exact, greedy, run_rows
 from tests.scripted import Script
 from tests.spec_decode.by_hand import layer_outputs
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -80,7 +80,10 @@ def drafter_of(
 def proposals(
     name: str, w: dict[str, Any], model: Any, tokens: Sequence[int], k: int = K
 ) -> list[int]:
-    """What a head proposes greedily after ``tokens``, by numpy and a plain forward."""
+    """What a head proposes greedily after ``tokens``, by numpy and a plain forward.
+
+    A block has K slots to propose from, however few of them a round takes.
+    """
     embedding = np.array(model.model.embed_tokens.weight)
     outputs = layer_outputs(model, range(LAYERS), mx.array([list(tokens)]))
     features = np.concatenate([np.array(outputs[i][0]) for i in READS], -1)[:-1]
@@ -92,14 +95,14 @@ def proposals(
         return found
     anchored = name == "dspark"
     mask = {"dflash": 96, "dspark": 95}.get(name, 94)
-    block = embedding[[tokens[-1], *[mask] * (k - anchored)]]
+    block = embedding[[tokens[-1], *[mask] * (K - anchored)]]
     how: dict[str, Any] = {}
     if name == "dflash":
         how = {"windows": (9, None), "causal": (True, False)}
     states = published.block_states(w, features, block, **how)
     states = states if anchored else states[1:]
     proposed: list[int] = []
-    for state in states:
+    for state in states[:k]:
         if "lm_head.weight" in w:
             logits = np.full(VOCAB, -np.inf)
             logits[published.SOME_TOKENS] = w["lm_head.weight"] @ state
@@ -254,6 +257,34 @@ def test_sampled_rows_are_those_without_a_draft(
         num_draft_tokens=K, drafter=drafter,
     )  # fmt: skip
     assert drafts_of(rows)[0] > 30
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_companions_do_not_change_a_block(
+    verification: Any, lender: LoadedModel, tmp_path: Path
+) -> None:
+    """Rows that draft more, or end later, change no row's text under the ratio rules.
+
+    Slots of a block see those after them: in a block as wide as the round, a row's
+    first proposals would depend on how many tokens other rows draft.
+    """
+    drafter, _ = drafter_of(tmp_path, CONFIGS["dspark"], lender)
+    prompts = make_prompts()[1:5]
+    params = [
+        SamplingParams(
+            max_tokens=n,
+            temperature=1.2,
+            seed=n,
+            verification=verification,
+            num_draft_tokens=k,
+        )
+        for n, k in ((24, 1), (6, None), (20, 2), (28, None))
+    ]
+    rows = run_rows(lender.model, None, prompts, params, drafter=drafter)
+    for row, prompt, p in zip(rows[:3], prompts, params, strict=False):
+        (alone,) = run_rows(lender.model, None, [prompt], [p], drafter=drafter)
+        assert row.tokens == alone.tokens
+        assert row.accepted == alone.accepted
 
 
 def test_a_block_has_an_end(
@@ -416,6 +447,39 @@ def test_prefixes_are_kept_with_the_context(
         if stored:
             assert reused == expected
     assert made[True] == made[False]
+
+
+def test_a_prefix_fits_beside_rows_that_are_not_drafted_for(
+    lender: LoadedModel, tmp_path: Path
+) -> None:
+    """The head gets their prefix and is shown whole chunks after it.
+
+    With room for a prompt of one token, it raised an error, and the engine went on
+    without a draft for all rows.
+    """
+    config = EngineConfig(num_draft_tokens=K, prefill_step_size=64)
+    store = PrefixStore(memory=1 << 28, block_size=8)
+    write_head(tmp_path, CONFIGS["dspark"])
+    head = load_head(tmp_path, CONFIGS["dspark"], "the draft", lender).model
+    drafter = HeadDrafter(
+        ModelRunner(head, "head", config, BEHIND, store),
+        vocab_size=VOCAB,
+        max_draft_tokens=K,
+    )
+    runner = ModelRunner(lender.model, "target", config, BEHIND, store)
+    runner = runner.recording(drafter.hidden_layers, drafter.context)
+    engine = Engine(runner, drafter, config, BEHIND, frozenset())
+    for i, k in enumerate((None, 0)):
+        prompt = (*range(3, 20), *range(1 + 2 * i))
+        request = Request(
+            i, "", prompt, SamplingParams(max_tokens=4, num_draft_tokens=k)
+        )
+        engine.add(request)
+        while engine.busy:
+            engine.step()
+        assert request.tokens == greedy(lender.model, prompt, 4)
+        assert request.prefix_tokens == 17 * i
+    assert engine.stats.draft_error is None
 
 
 def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
