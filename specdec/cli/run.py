@@ -256,6 +256,17 @@ def run(
 
     sink = Sink(records, output, progress.aside, line_of, done)
 
+    def kept() -> str:
+        """What has finished, where it is, and how to go on."""
+        coming = total - sink.dropped
+        text = f"{sink.finished} of {coming} {what}s finished"
+        if output_file is None or not sink.finished:
+            return text
+        text = f"{text}, their results are in {output_file}"
+        resumable = output_format == "specdec" and not turns
+        left = sink.finished < coming
+        return f"{text}; --resume continues" if resumable and left else text
+
     def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
         """Close the outputs, and report how the run ended."""
         sink.close()
@@ -265,13 +276,7 @@ def run(
         if lost is not None:
             show_error(str(lost))
         if interrupted:
-            kept = f", their results are in {output_file}" if sink.finished else ""
-            coming = total - sink.dropped
-            show(
-                f"specdec: interrupted: {sink.finished} of {coming} {what}s "
-                f"finished{kept if output_file is not None else ''}",
-                err=True,
-            )
+            show(f"specdec: interrupted: {kept()}", err=True)
         if not quiet:
             show(_summary(job, config, each, len(sink.errors)), err=True)
 
@@ -302,6 +307,11 @@ def run(
             interrupted = True
         except RankError as error:
             interrupted, lost = True, error
+        except BrokenPipeError:
+            if output is not None:
+                progress.close()
+                show_error(f"standard output was closed: {kept()}")
+            raise
         except BaseException:
             sink.close()
             raise

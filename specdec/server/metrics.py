@@ -91,11 +91,11 @@ class _Totals(Collector):
         stats, load = self._engine.stats, self._engine.load
         for name, text, number in (
             ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
-            ("prefix_tokens", "Of these, found in the prefix cache.",
+            ("prefix_tokens", "Tokens of prompts that were found in the prefix cache.",
              stats.prefix_tokens),
             ("generated_tokens", "Tokens generated.", stats.generated_tokens),
             ("drafted_tokens", "Tokens that the draft proposed.", stats.drafted),
-            ("accepted_tokens", "Of these, accepted.", stats.accepted),
+            ("accepted_tokens", "Drafted tokens that were accepted.", stats.accepted),
             ("rounds", "Rounds of the batch.", stats.rounds),
             ("warmup_seconds", "Time spent on compiling kernels, before the first "
              "request.", stats.warmup_seconds),

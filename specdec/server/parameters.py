@@ -82,6 +82,9 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
     **dict.fromkeys(("cache_prompt", "draft_model", "options", "think"), ""),
+    "prompt": "messages",
+    "input": "messages",
+    "messages": "input",
 }  # fmt: skip
 
 
@@ -112,7 +115,7 @@ def read(body: Any, table: Table) -> dict[str, Any]:
         if name not in table:
             near = _ELSEWHERE.get(name, nearest(name[:100], table))
             near = near if near in table else None
-            meant = f": {near} is meant?" if near else ": leave it out"
+            meant = f": did you mean {near}?" if near else ": leave it out"
             raise Refusal(
                 f"{quoted(name)} is not a parameter of this endpoint{meant}",
                 param=name[:100],

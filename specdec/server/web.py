@@ -157,12 +157,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _not_there(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
+    allowed = (error.headers or {}).get("Allow", "another method")
     near = [known for known in _PATHS if known.endswith(path) or path.endswith(known)]
     text = {
-        404: f"there is no {path} here: {near[0]} is meant? Check the base URL"
+        404: f"there is no {path} here: did you mean {near[0]}? Check the base URL"
         if near and len(path) > 1
         else f"there is no {path} here: see {', '.join(_PATHS)}",
-        405: f"{method} {path} is not possible: use another method",
+        405: f"{method} {path} is not possible: use {allowed}",
     }.get(error.status_code, str(error.detail))
     refusal = Refusal(text, status=error.status_code)
     response = error_response(refusal, path)

@@ -549,7 +549,8 @@ def test_ctrl_c_keeps_the_finished_rows(
     assert [row["index"] for row in read_lines(path)] == [2, 1]
     assert result.stdout == "== [1] b\nBonjour n°1\n\n== [2] c\nBonjour n°2\n\n"
     assert result.stderr == (
-        f"specdec: interrupted: 2 of 3 prompts finished, their results are in {path}\n"
+        f"specdec: interrupted: 2 of 3 prompts finished, their results are in {path}; "
+        "--resume continues\n"
     )
 
 
@@ -733,8 +734,10 @@ def test_a_misspelt_draft_is_refused_before_anything_loads(
 
 
 def test_broken_pipe_is_quiet(
-    specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+    specdec: Specdec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Unless there is a file of results, which says how far the job went."""
+
     def write(self: Sink, text: str) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
@@ -742,6 +745,14 @@ def test_broken_pipe_is_quiet(
     result = specdec("run", "-p", "a", "-p", "b")
     assert result.exit_code == 1
     assert result.output == ""
+    path = tmp_path / "out.jsonl"
+    result = specdec("run", "-p", "a", "-p", "b", "--output", str(path), "--quiet")
+    assert result.exit_code == 1
+    assert path.read_text("utf-8").count("\n") == 2
+    assert result.output == (
+        "specdec: error: standard output was closed: 2 of 2 prompts finished, their "
+        f"results are in {path}\n"
+    )
 
 
 def test_a_terminal_without_the_character_gets_a_question_mark(

@@ -218,7 +218,13 @@ def test_what_clients_do_first(decoder: SpecDecoder) -> None:
             ):
                 answer = plain.post(wrong, headers=lower, json={})
                 assert answer.status_code == 404
-                assert f"{right} is meant? Check the base URL" in answer.text
+                assert f"did you mean {right}? Check the base URL" in answer.text
+            answer = plain.get("/v1/chat/completions", headers=lower)
+            assert answer.status_code == 405
+            assert "is not possible: use POST" in answer.text
+            body = {"prompt": "a"}
+            answer = plain.post("/v1/chat/completions", headers=lower, json=body)
+            assert "endpoint: did you mean messages?" in answer.text
             with pytest.raises(openai.BadRequestError) as refused:
                 one.chat.completions.create(
                     model="tiny", messages=said, max_tokens=1, max_completion_tokens=2

@@ -53,7 +53,7 @@ def test_reasons_not_to(costs: Costs, accept: float, reason: str) -> None:
     survival = [accept**j for j in range(1, 5)]
     found = advise(survival, ForwardCosts([costs.measured(1)]), [1], 8)
     assert not found.worth_it
-    assert found.verdict.startswith("do not speculate with this pair: ")
+    assert found.verdict.startswith("do not speculate with this pair here, use --draft")
     assert reason in found.verdict
 
 
