@@ -382,7 +382,7 @@ def prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:
 
 
 def different_tokens(b: int, s: int) -> mx.array:
-    """Tokens (B, S) of which each occurs once, so that they go to different experts."""
+    """Tokens (B, S) that count up, to 200, so that they go to different experts."""
     return mx.arange(b * s, dtype=mx.int32).reshape(b, s) % 200
 
 
@@ -478,7 +478,8 @@ def cold(shape: str, bits: int, peer: bool) -> None:
 
     MLX's own kernels are kept in MLX_PTX_CACHE_DIR, by default in an empty folder.
     """
-    folder = Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", tempfile.mkdtemp()))
+    folder = Path(os.environ.get("MLX_PTX_CACHE_DIR") or tempfile.mkdtemp())
+    os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
     begun, seen = time.perf_counter(), {p.stem[:60] for p in folder.rglob("*.ptx")}
 
     def phase(name: str, work: Callable[[], Any]) -> Any:

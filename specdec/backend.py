@@ -119,8 +119,9 @@ def memory_size(sharing: int = 1) -> int | None:
     """Bytes that MLX can use on its default device; ``None``: unknown.
 
     On Metal this is the working set that the system recommends, which is less than all
-    memory; on CUDA what no other program holds of the GPU's memory; on a CPU the
-    machine's memory, or the container's if that is less.
+    memory; on CUDA what other programs leave of the GPU's memory; on a CPU the
+    machine's memory, or the container's if that is less. With ``sharing``, it is at
+    most an equal part of the device's memory.
 
     Args:
         sharing: processes that share the device in equal parts, this one included.

@@ -64,8 +64,9 @@ def test_packed(tmp_path: Path) -> None:
 
 
 def test_steps(tmp_path: Path) -> None:
-    """And what MLX would compile kernels for is left out."""
-    raw = run("kernels steps", tmp_path / "steps", "--shape", "tiny", "--repeat", "1",
+    """With experts, too; and what MLX would compile kernels for is left out."""
+    raw = run("kernels steps", tmp_path / "steps", "--shape", "tiny-moe",
+              "--repeat", "1",
               "--group-size", "32")  # fmt: skip
     found = {(r["rows"], r["tokens"]): r for r in raw["milliseconds"]}
     assert len(found) == 7

@@ -134,7 +134,7 @@ def advise(
     show(
         f"target: {short(decoder.target_name)}\n"
         f"draft:  {decoder.draft_name}{share_text(stats.vocabulary_share)}\n"
-        f"{len(records)} prompts, {stats.row_rounds} rounds of up to "
+        f"{counted(len(records), 'prompt')}, {stats.row_rounds} rounds of up to "
         f"{counted(decoder.max_draft_tokens, 'draft token')}\n"
     )
     show(_table(found))

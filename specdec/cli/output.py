@@ -229,7 +229,7 @@ def debugging() -> bool:
 
 def _is_full(error: Exception) -> bool:
     """Whether memory ran out, in the words of CUDA, of Metal or of MLX on a CPU."""
-    words = "out of memory", "insufficient memory", "unable to allocate"
+    words = "out of memory", "insufficient memory", "to allocate", "alloc_failed"
     said = str(error).lower()
     in_mlx = isinstance(error, RuntimeError) and any(word in said for word in words)
     return in_mlx or isinstance(error, MemoryError)
@@ -259,8 +259,8 @@ def _describe(error: Exception) -> tuple[str, int]:
         )
     if _is_full(error):
         return (
-            "there is no memory left: end other programs that use the device, or give "
-            f"a lower --memory-limit or --batch, where there is one ({shorten(error)})",
+            "the memory is full: end other programs that use the device, or lower "
+            f"--memory-limit or --batch if the command has them ({shorten(error)})",
             FAILURE,
         )
     return (

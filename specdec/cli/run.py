@@ -260,16 +260,25 @@ def run(
         """What has finished, where it is, and how to go on."""
         coming = total - sink.dropped
         text = f"{sink.finished} of {coming} {what}s finished"
-        if output_file is None or not sink.finished:
+        if output_file is None or not (sink.finished or done):
             return text
-        text = f"{text}, their results are in {output_file}"
+        text = f"{text}; {output_file} has the results"
         resumable = output_format == "specdec" and not turns
-        left = sink.finished < coming
-        return f"{text}; --resume continues" if resumable and left else text
+        more = sink.finished < coming
+        return f"{text}, and --resume continues" if resumable and more else text
+
+    def stdout_closed() -> None:
+        if output is not None:
+            progress.close()
+            show_error(f"standard output was closed: {kept()}")
 
     def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
         """Close the outputs, and report how the run ended."""
-        sink.close()
+        try:
+            sink.close()
+        except BrokenPipeError:
+            stdout_closed()
+            raise
         progress.close()
         for index, error in sorted(sink.errors.items()):
             show_error(f"{name_of(index, records)}: {error}")
@@ -308,9 +317,7 @@ def run(
         except RankError as error:
             interrupted, lost = True, error
         except BrokenPipeError:
-            if output is not None:
-                progress.close()
-                show_error(f"standard output was closed: {kept()}")
+            stdout_closed()
             raise
         except BaseException:
             sink.close()

@@ -129,7 +129,8 @@ class DecodeBatch:
             texts.append(prompt[0 if s and self._is_drafted(s) else -1 :] or (0,))
         most = self._max_length()
         if self._target.runner.recorder is not None:
-            # It is shown chunks of all rows, and gets the stored prefix of each.
+            # The drafter is shown chunks of all rows, and gets the stored prefix of
+            # each.
             most = self._target.max_length
         rows = self._drafter.rows(texts, max_length=most)
         if any(salts := self._salts):
@@ -480,9 +481,8 @@ class DecodeBatch:
     def _resize(self, size: int) -> None:
         """Have ``size`` slots, at least as many as running rows; this copies all."""
         runs = [s is not None and s.finish_reason is None for s in self.slots]
-        running, idle = (
-            [i for i, r in enumerate(runs) if r is x] for x in (True, False)
-        )
+        running = [i for i, r in enumerate(runs) if r]
+        idle = [i for i, r in enumerate(runs) if not r]
         rows = sorted(running + idle[: max(0, size - len(running))])
         self.slots = [self.slots[i] if runs[i] else None for i in rows]
         # A new slot is a copy of slot 0, which is then reset.

@@ -82,10 +82,9 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
     **dict.fromkeys(("cache_prompt", "draft_model", "options", "think"), ""),
-    "prompt": "messages",
-    "input": "messages",
-    "messages": "input",
 }  # fmt: skip
+# What a request is about, by endpoint.
+_TEXTS = ("messages", "input", "prompt")
 
 
 def shaped(value: Any, shape: Shape, where: str) -> Any:
@@ -114,6 +113,8 @@ def read(body: Any, table: Table) -> dict[str, Any]:
     for name, value in body.items():
         if name not in table:
             near = _ELSEWHERE.get(name, nearest(name[:100], table))
+            if name in _TEXTS:
+                near = next((text for text in _TEXTS if text in table), None)
             near = near if near in table else None
             meant = f": did you mean {near}?" if near else ": leave it out"
             raise Refusal(

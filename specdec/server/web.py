@@ -157,7 +157,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _not_there(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
-    allowed = (error.headers or {}).get("Allow", "another method")
+    names = (error.headers or {}).get("Allow", "another method")
+    # Starlette lists them in any order, and adds HEAD to GET.
+    allowed = " or ".join(sorted(n for n in names.split(", ") if n != "HEAD"))
     near = [known for known in _PATHS if known.endswith(path) or path.endswith(known)]
     text = {
         404: f"there is no {path} here: did you mean {near[0]}? Check the base URL"

@@ -52,18 +52,18 @@ class HeadDrafter(Drafter):
         self.max_round = max_draft_tokens + 1
         block = isinstance(self.head, BlockHead)
         self.max_proposals = head.args.max_draft_tokens if block else None
-        self._fewest = 0
+        self._least_computed = 0
         if block and not all(head.args.causal):
-            self._fewest = min(max_draft_tokens, head.args.max_draft_tokens)
+            self._least_computed = min(max_draft_tokens, head.args.max_draft_tokens)
 
-    def block_width(self, k: int) -> int:
-        """Slots of a block to compute, to propose ``k`` tokens.
+    def num_computed(self, k: int) -> int:
+        """Proposals to compute in a round of ``k``.
 
         Where slots see those after them, a block's width changes its first proposals.
         The rows of a round decide k, but must not change what each other is proposed:
         with the ratio rules, proposals decide what a row emits.
         """
-        return max(k, self._fewest)
+        return max(k, self._least_computed)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
         known = [p[:-1] for p in prompts]
@@ -182,7 +182,7 @@ class BlockRows(HeadRows):
         k = min(wanted, head.args.max_draft_tokens)
         newest, vocab_size = round_.recent[:, -1:], self._drafter.vocab_size
         own = int(not head.args.from_anchor)
-        width = self._drafter.block_width(k) + own
+        width = self._drafter.num_computed(k) + own
         states = self._rows.call("states", head.inputs(newest, width))
         self._take_back(width)
         logits = head.logits(states[:, own : own + k])

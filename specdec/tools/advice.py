@@ -79,10 +79,7 @@ class Advice:
                 f"--num-draft-tokens {k} at --batch {best.num_rows}: {gain:.2f} times "
                 f"plain decoding; drafting pays at batch {where} (auto finds k itself)"
             )
-        return (
-            f"do not speculate with this pair here, use --draft none: "
-            f"{self._reason(best)}"
-        )
+        return f"this pair does not pay here: use --draft none ({self._reason(best)})"
 
     def _reason(self, at: Prediction) -> str:
         """Why drafting does not pay: a cost that is too high, or low acceptance."""

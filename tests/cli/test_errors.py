@@ -248,6 +248,8 @@ def test_unexpected_errors_are_one_line_with_a_way_to_see_more(
     [
         RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"),
         RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"),
+        RuntimeError("[metal::malloc] Attempting to allocate 8 bytes which is greater"),
+        RuntimeError("cublasCreate failed: CUBLAS_STATUS_ALLOC_FAILED"),
         RuntimeError("[malloc] Unable to allocate 8 bytes."),
         MemoryError(),
     ],
@@ -259,7 +261,7 @@ def test_a_device_that_is_full(
     decoder.raises = error
     result = specdec("run", "-p", "Hi")
     assert result.exit_code == 1
-    assert result.stderr.startswith("specdec: error: there is no memory left: end")
+    assert result.stderr.startswith("specdec: error: the memory is full: end")
     assert result.stderr.count("\n") == 1
 
 

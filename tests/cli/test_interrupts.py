@@ -113,8 +113,8 @@ def test_the_first_keeps_what_has_finished(
     lines = path.read_text("utf-8").splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["B"]
     assert err == (
-        f"specdec: interrupted: 1 of 2 prompts finished, their results are in {path}; "
-        "--resume continues\n"
+        f"specdec: interrupted: 1 of 2 prompts finished; {path} has the results, "
+        "and --resume continues\n"
     )
 
 

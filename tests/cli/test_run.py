@@ -549,8 +549,8 @@ def test_ctrl_c_keeps_the_finished_rows(
     assert [row["index"] for row in read_lines(path)] == [2, 1]
     assert result.stdout == "== [1] b\nBonjour n°1\n\n== [2] c\nBonjour n°2\n\n"
     assert result.stderr == (
-        f"specdec: interrupted: 2 of 3 prompts finished, their results are in {path}; "
-        "--resume continues\n"
+        f"specdec: interrupted: 2 of 3 prompts finished; {path} has the results, "
+        "and --resume continues\n"
     )
 
 
@@ -745,13 +745,25 @@ def test_broken_pipe_is_quiet(
     result = specdec("run", "-p", "a", "-p", "b")
     assert result.exit_code == 1
     assert result.output == ""
+
+    def close(self: Sink) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    # An answer that waits for an earlier prompt is written at the end.
+    with monkeypatch.context() as patched:
+        patched.setattr(Sink, "_write", lambda self, text: None)
+        patched.setattr(Sink, "close", close)
+        held = str(tmp_path / "held.jsonl")
+        result = specdec("run", "-p", "a", "-p", "b", "--output", held, "--quiet")
+    assert result.exit_code == 1
+    assert "standard output was closed: 2 of 2 prompts finished" in result.output
     path = tmp_path / "out.jsonl"
     result = specdec("run", "-p", "a", "-p", "b", "--output", str(path), "--quiet")
     assert result.exit_code == 1
     assert path.read_text("utf-8").count("\n") == 2
     assert result.output == (
-        "specdec: error: standard output was closed: 2 of 2 prompts finished, their "
-        f"results are in {path}\n"
+        "specdec: error: standard output was closed: 2 of 2 prompts finished; "
+        f"{path} has the results\n"
     )
 
 

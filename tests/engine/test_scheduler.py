@@ -147,7 +147,7 @@ def test_no_row_stays_idle_for_others_that_would_be_of_no_use() -> None:
 
 
 def test_prompts_are_compared_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once to decide whether to wait, and once more to choose who joins."""
+    """Comparing to decide whether to wait, and again to choose, doubles the work."""
     compared: list[int] = []
 
     def number_alike(rows: Sequence[Request]) -> int:

@@ -135,8 +135,8 @@ def test_a_draft_of_layers_alone(tmp_path: Path) -> None:
         (in_the_model, "run --target M --prompt a --max-tokens 2"),
         (in_the_tokenizer, "run --target M --prompt a --max-tokens 2"),
         (in_the_tokenizer, "run --target T --draft M --prompt a --max-tokens 2"),
-        (in_the_model, "verify --target M --prompts P --max-tokens 2"),
-        (in_the_tokenizer, "advise --target T --draft M --prompts P --max-tokens 2"),
+        (in_the_model, "verify -q --target M --prompts P --max-tokens 2"),
+        (in_the_tokenizer, "advise -q --target T --draft M --prompts P --max-tokens 2"),
         (in_the_model, "estimate --target T --draft M --context 8"),
         (
             in_the_tokenizer,

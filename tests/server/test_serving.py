@@ -222,9 +222,13 @@ def test_what_clients_do_first(decoder: SpecDecoder) -> None:
             answer = plain.get("/v1/chat/completions", headers=lower)
             assert answer.status_code == 405
             assert "is not possible: use POST" in answer.text
-            body = {"prompt": "a"}
-            answer = plain.post("/v1/chat/completions", headers=lower, json=body)
-            assert "endpoint: did you mean messages?" in answer.text
+            for path, given, right in (
+                ("/v1/chat/completions", "prompt", "messages"),
+                ("/v1/completions", "messages", "prompt"),
+                ("/v1/responses", "messages", "input"),
+            ):
+                answer = plain.post(path, headers=lower, json={given: "a"})
+                assert f"endpoint: did you mean {right}?" in answer.text
             with pytest.raises(openai.BadRequestError) as refused:
                 one.chat.completions.create(
                     model="tiny", messages=said, max_tokens=1, max_completion_tokens=2

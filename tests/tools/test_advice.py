@@ -45,7 +45,7 @@ def test_a_head_that_proposes_a_block_takes_its_forward() -> None:
     ("costs", "accept", "reason"),
     [
         (GPU, 0.05, "too little is accepted at batch 1: the first draft token 0.05"),
-        (Costs(0.01, 1.2, 0.0001), 1.0, ": a draft step costs too much at batch 1"),
+        (Costs(0.01, 1.2, 0.0001), 1.0, "(a draft step costs too much at batch 1"),
         (Costs(0.01, 0.1, 0.012), 1.0, "verifying a second token costs too much"),
     ],
 )
@@ -53,7 +53,7 @@ def test_reasons_not_to(costs: Costs, accept: float, reason: str) -> None:
     survival = [accept**j for j in range(1, 5)]
     found = advise(survival, ForwardCosts([costs.measured(1)]), [1], 8)
     assert not found.worth_it
-    assert found.verdict.startswith("do not speculate with this pair here, use --draft")
+    assert found.verdict.startswith("this pair does not pay here: use --draft none (")
     assert reason in found.verdict
 
 

@@ -72,7 +72,8 @@ class RoundTimes:
     Args:
         number: number of rounds.
         drafted: how many of these drafted at least one token. An n-gram draft without
-            a match drafts none, and the round takes as long. ``None``: not recorded.
+            a match drafts none, but the round takes as long as one that drafts.
+            ``None``: not recorded.
     """
 
     k: int

@@ -143,7 +143,7 @@ _ROUNDS = (
     "Milliseconds from one round's end to the next's, by *k*, the most tokens that a "
     "row may draft, medians over the passes that count. *drafted*: the rounds that "
     "drafted any token; an n-gram draft without a match drafts none, and its round "
-    "takes as long (earlier versions did not count them). *near a join*: a row joined "
+    "takes as long as one that drafts (-: not recorded). *near a join*: a row joined "
     "in this round, the one before or the one after; its prompt is taken in meanwhile. "
     "Ten, fifty and ninety of a hundred rounds are below *10%*, *50%* and *90%*. "
     "Lengths of fewer than one round in a hundred are left out."
@@ -357,10 +357,10 @@ def _predicted(figures: Figures) -> str:
 
 _POLICIES = (
     "Computed from the accepted counts of the rounds of *k* above 0, each a round of "
-    "its own; *k* is the most that it may draft, on average. *cut to the batch's "
-    "minimum* is what an engine without per-sequence trim keeps; the *oracle* drafts "
-    "in every round as many tokens, up to k, as bring most tokens per time in all. "
-    "*tokens per row* counts the extra token; *speed-up* is by the costs above."
+    "its own; *k* is the mean of the most tokens that a round may draft. *cut to the "
+    "batch's minimum* is what an engine without per-sequence trim keeps; the *oracle* "
+    "drafts in every round as many tokens, up to k, as bring most tokens per time in "
+    "all. *tokens per row* counts the extra token; *speed-up* is by the costs above."
 )
 
 
