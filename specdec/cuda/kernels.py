@@ -89,8 +89,7 @@ def cuda_kernel(
 def _shortened(code: str) -> str:
     """The code without comment lines and indentation.
 
-    At every launch MLX hashes the whole source, to find the compiled kernel (0.13
-    microseconds a kilobyte).
+    At every launch MLX hashes the whole source, to find the compiled kernel.
     """
     lines = (line.strip() for line in code.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//"))

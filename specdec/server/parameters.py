@@ -112,9 +112,10 @@ def read(body: Any, table: Table) -> dict[str, Any]:
     values = {}
     for name, value in body.items():
         if name not in table:
-            near = _ELSEWHERE.get(name, nearest(name[:100], table))
             if name in _TEXTS:
                 near = next((text for text in _TEXTS if text in table), None)
+            else:
+                near = _ELSEWHERE.get(name, nearest(name[:100], table))
             near = near if near in table else None
             meant = f": did you mean {near}?" if near else ": leave it out"
             raise Refusal(

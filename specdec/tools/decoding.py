@@ -41,19 +41,21 @@ def decode(
             exception that it raises ends the decoding.
     """
     session = decoder.session()
-    left = []
+    limits, done = list[int](), 0
     for task in tasks:
         session.add_encoded(task.prompt, task.params)
-        left.append(task.params.max_tokens)
+        limits.append(task.params.max_tokens)
     results: list[GenerationResult] = []
-    most = sum(left) or 1
+    most = sum(limits)
     with wired_memory():
         while session.busy:
-            stepped(len(results), 1 - sum(left) / most)
+            stepped(len(results), done / most)
             for event in session.step():
-                left[event.index] -= len(event.token_ids)
+                done += len(event.token_ids)
                 if event.result is not None:
-                    left[event.index] = 0
+                    # What it could still have generated needs no decoding.
+                    tokens = len(event.result.token_ids)
+                    done += limits[event.index] - tokens
                     results.append(event.result)
     stepped(len(results), 1.0)
     session.stats.check_draft()
