@@ -89,7 +89,9 @@ def cuda_kernel(
 def _shortened(code: str) -> str:
     """The code without comment lines and indentation.
 
-    At every launch MLX hashes the whole source, to find the compiled kernel.
+    At every launch MLX hashes the whole source, to find the compiled kernel. It appends
+    a line of its own to a header, which must not become part of a macro.
     """
     lines = (line.strip() for line in code.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("//"))
+    kept = (line for line in lines if line and not line.startswith("//"))
+    return "".join(f"{line}\n" for line in kept)

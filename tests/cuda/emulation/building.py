@@ -98,12 +98,13 @@ def generated(
     product = _PRODUCT.search(header)
     if product:
         elements = _ELEMENTS[product[1]]
+    # MLX's own code follows the header without a new line.
+    begun = f"{header}static void {name}({', '.join(parameters)}) {{"
     return "\n".join(
         (
             '#include "simt.h"',
             f"#define SPECDEC_MMA_TYPE {elements}",
-            _MACRO.sub("", header),
-            f"static void {name}({', '.join(parameters)}) {{",
+            _MACRO.sub("", begun),
             *template,
             '#line 1 "source"',
             source,
