@@ -16,7 +16,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from . import packed_matmul
-from .kernels import MOST_PARTS
 
 
 class FlattenedLinear(nn.QuantizedLinear):
@@ -31,7 +30,7 @@ class FlattenedLinear(nn.QuantizedLinear):
 
     def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
         """The product in parts, for stacked matrices that end at columns ``ends``."""
-        if len(ends) <= MOST_PARTS and packed_matmul.computes(self, x):
+        if packed_matmul.computes(self, x):
             return packed_matmul.of_layer(self, x, ends)
         usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
         return list(usual)

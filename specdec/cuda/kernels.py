@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -20,36 +21,43 @@ _MMA = """
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 """
 
-#: The most arrays that a product with stacked matrices can be written to. One kernel
-#: serves any number of them, because each kernel takes MLX seconds to compile.
-MOST_PARTS = 3
-#: Writes ``sum``, of row m and column at of N, to the array that has the column; the
-#: i-th array ends before ends[i].
+#: Writes ``sum``, of row m of M and column at of N. The parts of a product lie in
+#: ``out`` one after the other, each as (M, size); the i-th has the columns before
+#: ends[i]. So one kernel serves any number of parts, and has one output: each output
+#: takes MLX time to launch.
 WRITE = """
         if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
-        const size_t row = m;
-        *(at < ends[0] ? out0 + row * ends[0] + at
-          : at < ends[1] ? out1 + row * (ends[1] - ends[0]) + (at - ends[0])
-                         : out2 + row * (N - ends[1]) + (at - ends[1])) =
-            static_cast<T>(sum);
+        int left = 0, right = ends[0];
+        for (int i = 1; at >= right; ++i) left = right, right = ends[i];
+        const size_t rows = M, row = m;
+        out[rows * left + row * (right - left) + (at - left)] = static_cast<T>(sum);
 """
-#: The names of these arrays.
-PARTS = tuple(f"out{i}" for i in range(MOST_PARTS))
 
 
 @cache
-def first_ends(ends: tuple[int, ...]) -> mx.array:
-    """Where the first and the second matrix end, for the kernel."""
-    return mx.array((*ends, ends[-1])[:2], mx.int32)
+def last_columns(ends: tuple[int, ...]) -> mx.array:
+    """Where the parts of a product end, for the kernel."""
+    return mx.array(ends, mx.int32)
 
 
-def shapes_of_parts(
-    shape: tuple[int, ...], ends: tuple[int, ...]
-) -> list[tuple[int, ...]]:
-    """Shapes of the arrays for x of shape (..., K); unused arrays are small."""
-    sizes = [b - a for a, b in pairwise((0, *ends))]
-    shapes = [(*shape[:-1], size) for size in sizes]
-    return shapes + [(1,)] * (MOST_PARTS - len(sizes))
+def whole_shape(shape: tuple[int, ...], ends: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of ``out`` for x of shape (..., K); several parts are a flat array."""
+    whole = *shape[:-1], ends[-1]
+    return whole if len(ends) == 1 else (prod(whole),)
+
+
+def parts_of(
+    out: mx.array, shape: tuple[int, ...], ends: tuple[int, ...]
+) -> list[mx.array]:
+    """The parts of a product with x of shape (..., K), as views of ``out``."""
+    if len(ends) == 1:
+        return [out]
+    rows, parts = prod(shape[:-1]), []
+    for begin, end in pairwise((0, *ends)):
+        part = *shape[:-1], end - begin
+        strides = [prod(part[i + 1 :]) for i in range(len(part))]
+        parts.append(mx.as_strided(out, part, strides, rows * begin))
+    return parts
 
 
 def tensor_cores(dtype: mx.Dtype) -> str:

@@ -23,14 +23,13 @@ import mlx.nn as nn
 from . import choices
 from . import packed_matmul_source as text
 from .kernels import (
-    MOST_PARTS,
-    PARTS,
     TYPES,
     WRITE,
     cuda_kernel,
-    first_ends,
-    shapes_of_parts,
+    last_columns,
+    parts_of,
     tensor_cores,
+    whole_shape,
 )
 from .proofs import holds
 
@@ -62,7 +61,7 @@ def _kernel(dtype: mx.Dtype, bits: int) -> Any:
         f"packed_{bits}_{TYPES[dtype]}",
         source,
         ("x", "weight", "scales", "biases", "bias", "ends"),
-        (*PARTS, "pieces"),
+        ("out", "pieces"),
         header=tensor_cores(dtype) + header + text.HEADER,
     )
 
@@ -73,7 +72,7 @@ def _gathering(dtype: mx.Dtype) -> Any:
         f"packed_gather_{TYPES[dtype]}",
         text.GATHER.replace("@WRITE@", WRITE),
         ("pieces", "bias", "ends"),
-        PARTS,
+        ("out",),
     )
 
 
@@ -94,11 +93,10 @@ def product(
         x: bfloat16 or float16, like all other arrays except the packed numbers.
         packed: numbers, scales and biases of :func:`mx.quantize`, shapes
             (N, K * bits / 32) and (N, K / group_size).
-        ends: the row of ``weight`` after which each of up to three stacked matrices
-            ends; each product is its own array.
+        ends: the row of ``weight`` after which each stacked matrix ends.
 
     Returns:
-        One array (..., N), or one for each matrix.
+        One array (..., N), or one for each matrix, without gaps between its rows.
     """
     weight, scales, biases = packed
     columns, length = weight.shape[0], x.shape[-1]
@@ -107,11 +105,11 @@ def product(
     warps = WARPS[wide]
     pieces = num_pieces(columns, length, bits)
     ends = ends or (columns,)
-    shapes = shapes_of_parts(x.shape, ends)
+    shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = scales if bias is None else bias
-    limits = first_ends(ends)
-    results: list[mx.array] = _kernel(x.dtype, bits)(
+    limits = last_columns(ends)
+    out, found = _kernel(x.dtype, bits)(
         inputs=[x, weight, scales, biases, added, limits],
         template=[
             ("T", x.dtype),
@@ -127,22 +125,19 @@ def product(
             -(-rows // (TILE * wide)),
         ),
         threadgroup=(32 * warps, 1, 1),
-        output_shapes=[
-            *([(1,)] * MOST_PARTS if pieces > 1 else shapes),
-            (pieces, rows, columns) if pieces > 1 else (1,),
-        ],
-        output_dtypes=[*[x.dtype] * MOST_PARTS, mx.float32],
+        output_shapes=[(1,), (pieces, rows, columns)] if pieces > 1 else [shape, (1,)],
+        output_dtypes=[x.dtype, mx.float32],
     )
     if pieces > 1:
-        results = _gathering(x.dtype)(
-            inputs=[results[-1], added, limits],
+        (out,) = _gathering(x.dtype)(
+            inputs=[found, added, limits],
             template=[("T", x.dtype)],
             grid=(-(-columns // THREADS) * THREADS, rows, 1),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=shapes,
-            output_dtypes=[x.dtype] * MOST_PARTS,
+            output_shapes=[shape],
+            output_dtypes=[x.dtype],
         )
-    return results[: len(ends)]
+    return parts_of(out, x.shape, ends)
 
 
 def num_pieces(columns: int, length: int, bits: int) -> int:

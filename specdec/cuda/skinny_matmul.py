@@ -23,14 +23,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from . import choices
 from .flattened_matmul import as_kind
 from .kernels import (
-    MOST_PARTS,
-    PARTS,
     TYPES,
     WRITE,
     cuda_kernel,
-    first_ends,
-    shapes_of_parts,
+    last_columns,
+    parts_of,
     tensor_cores,
+    whole_shape,
 )
 from .proofs import holds
 
@@ -48,7 +47,7 @@ MOST_TOKENS = 16
 COLUMNS, ROWS, TILE, WIDEST = 32, 16, 8, 8
 
 # out = x weight^T + bias; x is (..., K) with M rows, weight (N, K). Where matrices are
-# joined, each product is written to its own array.
+# joined, their products lie in out one after the other.
 #
 # A block computes 16 columns of the result, TILES times, for 8 * WIDE rows of x. Its
 # warps split K: each takes 32 columns in turn, with UNROLL turns in flight. They then
@@ -190,7 +189,7 @@ def _kernel(dtype: mx.Dtype) -> Any:
         f"skinny_{TYPES[dtype]}",
         source,
         ("x", "weight", "bias", "ends"),
-        PARTS,
+        ("out",),
         header=tensor_cores(dtype) + _LOADS,
     )
 
@@ -207,13 +206,12 @@ def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
 def parts(
     x: mx.array, weight: mx.array, bias: mx.array | None, ends: tuple[int, ...]
 ) -> list[mx.array]:
-    """The products with stacked matrices, each in its own array.
+    """The products with stacked matrices, each without gaps between its rows.
 
-    Parts of one array would have gaps between their rows, and some operations copy such
-    arrays first.
+    Some operations copy arrays with gaps first.
 
     Args:
-        ends: the row of ``weight`` after which each matrix ends, up to three.
+        ends: the row of ``weight`` after which each matrix ends.
     """
     rows, columns = x.size // x.shape[-1], weight.shape[0]
     warps = _warps(*weight.shape)
@@ -221,8 +219,8 @@ def parts(
     threads = 32 * warps
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = weight if bias is None else bias
-    results: list[mx.array] = _kernel(x.dtype)(
-        inputs=[x, weight, added, first_ends(ends)],
+    (out,) = _kernel(x.dtype)(
+        inputs=[x, weight, added, last_columns(ends)],
         template=[
             ("T", x.dtype),
             ("WARPS", warps),
@@ -232,10 +230,10 @@ def parts(
         ],
         grid=(-(-columns // (ROWS * tiles)) * threads, -(-rows // (TILE * wide)), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=shapes_of_parts(x.shape, ends),
-        output_dtypes=[x.dtype] * MOST_PARTS,
+        output_shapes=[whole_shape(x.shape, ends)],
+        output_dtypes=[x.dtype],
     )
-    return results[: len(ends)]
+    return parts_of(out, x.shape, ends)
 
 
 def _warps(rows: int, columns: int) -> int:
@@ -326,7 +324,7 @@ class SkinnyLinear(nn.Linear):
     def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
         """The product in parts, for stacked matrices, see :func:`parts`."""
         weight, bias = self["weight"], self.get("bias")
-        if len(ends) > MOST_PARTS or not takes(x, weight, bias):
+        if not takes(x, weight, bias):
             usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
             return list(usual)
         return parts(x, weight, bias, ends)
@@ -411,9 +409,8 @@ def _agrees(
     exact = x.astype(mx.float32) @ w.astype(mx.float32).T
     if added is not None:
         exact = exact + added.astype(mx.float32)
-    found = [product(x, w, added)]
-    for ends in ((24, columns), (8, 11, columns)):
-        found.append(mx.concatenate(parts(x, w, added, ends), axis=-1))
+    some = parts(x, w, added, (8, 11, columns))
+    found = product(x, w, added), mx.concatenate(some, axis=-1)
     off = (mx.abs(one.astype(mx.float32) - exact).max() for one in found)
     # Compared this way round, NaN is no agreement.
     return all((o <= 0.01 * mx.abs(exact).max()).item() for o in off)

@@ -124,7 +124,7 @@ def test_parts_have_the_same_bits(length: int) -> None:
     x, weight = drawn(2, 6, length), packed(41, length, 4, 64, mx.bfloat16)
     bias = drawn(41, seed=3)
     (whole,) = product(x, weight, bias)
-    for ends in ((24, 41), (8, 11, 41)):
+    for ends in ((24, 41), (8, 11, 41), (8, 16, 17, 32, 41)):
         found = product(x, weight, bias, ends=ends)
         sizes = np.diff((0, *ends)).tolist()
         assert [part.shape for part in found] == [(2, 6, n) for n in sizes]

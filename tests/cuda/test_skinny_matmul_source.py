@@ -91,7 +91,7 @@ def test_parts_have_the_same_bits(dtype: mx.Dtype, size: tuple[int, int]) -> Non
     for rows, bias in ((1, None), (12, weight[:, 0]), (70, weight[:, 0])):
         x = drawn(rows, size[1], dtype=dtype, seed=1)
         whole = skinny_matmul.product(x, weight, bias)
-        for ends in ((24, most), (8, 11, most)):
+        for ends in ((24, most), (8, 11, most), (8, 16, 17, 32, most)):
             found = skinny_matmul.parts(x[None], weight, bias, ends)
             sizes = np.diff((0, *ends)).tolist()
             assert [part.shape for part in found] == [(1, rows, n) for n in sizes]
@@ -217,10 +217,11 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("row * ends[0]", "row * ends[1]"),
-        ("(at - ends[0])", "at"),
-        ("(N - ends[1])", "(N - ends[0])"),
-        ("at < ends[1]", "at <= ends[1]"),
+        ("(right - left)", "right"),
+        ("rows * left", "left"),
+        ("(at - left)", "at"),
+        ("at >= right", "at > right"),
+        ("left = right, right = ends[i]", "right = ends[i]"),
     ],
 )
 def test_faults_of_parts_are_found(
