@@ -61,7 +61,7 @@ def _kernel(dtype: mx.Dtype, bits: int) -> Any:
         f"packed_{bits}_{TYPES[dtype]}",
         source,
         ("x", "weight", "scales", "biases", "bias", "ends"),
-        ("out", "pieces"),
+        ("out",),
         header=tensor_cores(dtype) + header + text.HEADER,
     )
 
@@ -109,7 +109,7 @@ def product(
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = scales if bias is None else bias
     limits = last_columns(ends)
-    out, found = _kernel(x.dtype, bits)(
+    (out,) = _kernel(x.dtype, bits)(
         inputs=[x, weight, scales, biases, added, limits],
         template=[
             ("T", x.dtype),
@@ -125,12 +125,13 @@ def product(
             -(-rows // (TILE * wide)),
         ),
         threadgroup=(32 * warps, 1, 1),
-        output_shapes=[(1,), (pieces, rows, columns)] if pieces > 1 else [shape, (1,)],
-        output_dtypes=[x.dtype, mx.float32],
+        # A number of 32 bits takes the place of two.
+        output_shapes=[(pieces, rows, columns, 2) if pieces > 1 else shape],
+        output_dtypes=[x.dtype],
     )
     if pieces > 1:
         (out,) = _gathering(x.dtype)(
-            inputs=[found, added, limits],
+            inputs=[out, added, limits],
             template=[("T", x.dtype)],
             grid=(-(-columns // THREADS) * THREADS, rows, 1),
             threadgroup=(THREADS, 1, 1),

@@ -2,7 +2,7 @@
 
 A warp computes 32 columns of the result, for 8 * WIDE rows of x; a block's warps have
 their own columns and share the rows of x. gridDim.y blocks split K, in turns of TURN
-columns, and a second kernel adds up their sums.
+columns, and a second kernel adds up their sums: these lie in ``out`` as float32.
 
 In a tensor core's product (m16n8k16) the 16 are rows of the matrix and the 8 are rows
 of x. A weight is scale * q + bias: the tensor cores multiply q, which 16 bits hold
@@ -125,6 +125,9 @@ SOURCE = """
   const int end = turns * (blockIdx.y + 1) / gridDim.y;
   const int first = (blockIdx.x * WARPS + warp) * 32, top = blockIdx.z * 8 * WIDE;
   const int used = min(WIDE, (M - top + 7) / 8);
+  // Where blocks share K, a block's sums.
+  float* const pieces =
+      reinterpret_cast<float*>(out) + static_cast<size_t>(blockIdx.y) * M * N;
   const unsigned short* const numbers = reinterpret_cast<const unsigned short*>(x);
   // Where 16 bytes cannot be loaded at once, each thread computes some of the result.
   if ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight) |
@@ -143,7 +146,7 @@ SOURCE = """
         sum = fmaf(static_cast<float>(x[static_cast<size_t>(m) * K + k]), w, sum);
       }
       if (gridDim.y > 1) {
-        pieces[(static_cast<size_t>(blockIdx.y) * M + m) * N + at] = sum;
+        pieces[static_cast<size_t>(m) * N + at] = sum;
         continue;
       }
       @WRITE@
@@ -333,7 +336,7 @@ SOURCE = """
         if (at >= N || m >= M) continue;
         float sum = sums[t][j][c];
         if (gridDim.y > 1) {
-          pieces[(static_cast<size_t>(blockIdx.y) * M + m) * N + at] = sum;
+          pieces[static_cast<size_t>(m) * N + at] = sum;
           continue;
         }
         @WRITE@
@@ -365,12 +368,13 @@ LOAD = """
 
 # Adds up the sums of a product's blocks, in the order of the blocks.
 GATHER = """
+  const float* const sums = reinterpret_cast<const float*>(pieces);
   const int count = pieces_shape[0], M = pieces_shape[1], N = pieces_shape[2];
   const int at = blockIdx.x * blockDim.x + threadIdx.x, m = blockIdx.y;
   if (at < N) {
     float sum = 0.0f;
     for (int i = 0; i < count; ++i)
-      sum += pieces[(static_cast<size_t>(i) * M + m) * N + at];
+      sum += sums[(static_cast<size_t>(i) * M + m) * N + at];
     @WRITE@
   }
 """
