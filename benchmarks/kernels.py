@@ -324,7 +324,7 @@ def packed(
     logging.basicConfig(level=logging.DEBUG)
     raw = header_of("Products with packed weights")
     kind = DTYPES[dtype]
-    raw["proven"] = packed_matmul.proven(kind, bits, group_size)
+    raw["proven"] = packed_matmul.proven(kind, bits, group_size, eights=True)
     print(f"proven: {raw['proven']}", file=sys.stderr)
     raw["microseconds"] = records = []
     products = {"mlx": by_mlx, "unpacked": unpacked, "kernel": by_kernel}

@@ -84,6 +84,7 @@ def product(
     bits: int,
     group_size: int,
     ends: tuple[int, ...] = (),
+    pieces: int | None = None,
 ) -> list[mx.array]:
     """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
 
@@ -94,6 +95,7 @@ def product(
         packed: numbers, scales and biases of :func:`mx.quantize`, shapes
             (N, K * bits / 32) and (N, K / group_size).
         ends: the row of ``weight`` after which each stacked matrix ends.
+        pieces: blocks that share K; ``None``: :func:`num_pieces`.
 
     Returns:
         One array (..., N), or one for each matrix, without gaps between its rows.
@@ -103,7 +105,8 @@ def product(
     rows = x.size // length
     wide = 1 if rows <= TILE else WIDEST
     warps = WARPS[wide]
-    pieces = num_pieces(columns, length, bits)
+    if pieces is None:
+        pieces = num_pieces(columns, length, bits)
     ends = ends or (columns,)
     shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
@@ -117,7 +120,7 @@ def product(
             ("GROUP", group_size),
             ("WIDE", wide),
             ("WARPS", warps),
-            ("EIGHTS", scales.shape[1] % 8 == 0),
+            ("EIGHTS", _by_eights(scales.shape[1])),
         ],
         grid=(
             -(-columns // (COLUMNS * warps)) * 32 * warps,
@@ -139,6 +142,11 @@ def product(
             output_dtypes=[x.dtype],
         )
     return parts_of(out, x.shape, ends)
+
+
+def _by_eights(groups: int) -> bool:
+    """Whether the kernel loads eight scales of a row at once: its own variant."""
+    return groups % 8 == 0
 
 
 def num_pieces(columns: int, length: int, bits: int) -> int:
@@ -165,6 +173,15 @@ def of_layer(
     dense = mx.dequantize(*packed, group_size, bits).T
     whole = x @ dense if bias is None else mx.addmm(bias, x, dense)
     return list(mx.split(whole, ends[:-1], axis=-1)) if len(ends) > 1 else [whole]
+
+
+class Form(NamedTuple):
+    """All that the kernels are compiled for, besides the rows."""
+
+    dtype: mx.Dtype
+    bits: int
+    group_size: int
+    eights: bool  # see :func:`_by_eights`
 
 
 class Kind(NamedTuple):
@@ -197,10 +214,15 @@ class Kind(NamedTuple):
         columns, groups = scales.shape
         return cls(scales.dtype, bits, group_size, columns, groups * group_size)
 
+    @property
+    def form(self) -> Form:
+        eights = _by_eights(self.length // self.group_size)
+        return Form(self.dtype, self.bits, self.group_size, eights)
 
-# Types, bits and group sizes for which the kernel was tried, and whether it is right
-# for them. Traced functions read this, because nothing can be tried in them.
-_proven: dict[tuple[mx.Dtype, int, int], bool] = {}
+
+# Forms for which the kernels were tried, and whether they are right for them. Traced
+# functions read this, because nothing can be tried in them.
+_proven: dict[Form, bool] = {}
 
 
 def computes(layer: Any, x: mx.array) -> bool:
@@ -216,7 +238,7 @@ def computes(layer: Any, x: mx.array) -> bool:
         and (x.size > kind.length or _alone(kind))
         and x.dtype == kind.dtype
         and x.shape[-1] == kind.length
-        and _proven.get(kind[:3], False)
+        and _proven.get(kind.form, False)
     )
 
 
@@ -236,7 +258,7 @@ def choose(layers: Sequence[Any]) -> None:
     MLX's product is not timed for more rows: compiling its kernel takes half a minute.
     """
     kind = Kind.of(layers[0])
-    if kind is None or not _proven.get(kind[:3], False):
+    if kind is None or not _proven.get(kind.form, False):
         return
     some, x = layers[: choices.MATRICES], mx.ones((1, kind.length), kind.dtype)
 
@@ -261,33 +283,34 @@ def choose(layers: Sequence[Any]) -> None:
     choices.choose(("packed row", *kind), [(by_ours, by_theirs)], usual=usual)
 
 
-def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
+def proven(dtype: mx.Dtype, bits: int, group_size: int, eights: bool) -> bool:
     """Whether the kernels run on this device, and compute what they should.
 
     The first call tries them, and must not be within a function that is traced.
     """
-    kind = dtype, bits, group_size
-    if kind not in _proven:
+    form = Form(dtype, bits, group_size, eights)
+    if form not in _proven:
         known = dtype in TYPES and bits in BITS and group_size in GROUPS
         name = f"packed {bits} bits by {group_size} {TYPES.get(dtype)}"
-        _proven[kind] = known and holds(name, partial(_agree, *kind))
-    return _proven[kind]
+        name += " in eights" if eights else ""
+        _proven[form] = known and holds(name, partial(_agree, form))
+    return _proven[form]
 
 
 def proofs_of(layers: Iterable[Any]) -> list[Callable[[], bool]]:
-    """The proofs that :func:`tried` asks for: one for each kind of packed weights."""
-    found = [Kind.of(layer) for layer in layers]
-    kinds = dict.fromkeys(kind[:3] for kind in found if kind is not None)
-    return [partial(proven, *kind) for kind in kinds]
+    """The proofs that :func:`tried` asks for: one for each form of packed weights."""
+    kinds = map(Kind.of, layers)
+    forms = dict.fromkeys(kind.form for kind in kinds if kind is not None)
+    return [partial(proven, *form) for form in forms]
 
 
 def tried(layer: Any) -> bool:
     """Whether the kernel computes a quantized layer's products; it is tried here."""
     kind = Kind.of(layer)
-    return kind is not None and proven(*kind[:3])
+    return kind is not None and proven(*kind.form)
 
 
-def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
+def _agree(form: Form) -> bool:
     """Whether the kernels compute what they should.
 
     Each kernel that can be launched is tried: with few rows and many, with K shared
@@ -295,24 +318,20 @@ def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     that begins where 16 bytes cannot be loaded at once.
     """
     return all(
-        _agrees(columns, length, rows, dtype, bits, group_size)
-        for (columns, length), rows in product_of(_SIZES, (1, 5, 20))
+        _agrees(columns, rows, pieces, form)
+        for (columns, pieces), rows in product_of(_SIZES, (1, 5, 20))
     )
 
 
-# Sizes of matrices: K shared among blocks, and not, with a turn that K ends within.
-_SIZES = ((72, 1152), (200, 128))
+# Columns of the result, and blocks that share K.
+_SIZES = ((72, 3), (200, 1))
 
 
-def _agrees(
-    columns: int,
-    length: int,
-    rows: int,
-    dtype: mx.Dtype,
-    bits: int,
-    group_size: int,
-) -> bool:
+def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
     """Whether a product equals the product with the unpacked numbers."""
+    dtype, bits, group_size, eights = form
+    # With one group more, K may end within a turn.
+    length = group_size * (24 if eights else 25)
     x, dense, bias = (
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i, shape in enumerate([(rows, length), (columns, length), (columns,)])
@@ -323,16 +342,13 @@ def _agrees(
     exact = x.astype(mx.float32) @ unpacked.T
     if rows == 1:  # a view, which may begin anywhere
         x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]
-    whole = product(x, packed, bits=bits, group_size=group_size)
-    parts = product(
-        x, packed, bias, bits=bits, group_size=group_size, ends=(8, 11, columns)
+    compute = partial(
+        product, x, packed, bits=bits, group_size=group_size, pieces=pieces
     )
+    whole, parts = compute(), compute(bias, ends=(8, 11, columns))
     both = (
         (whole[0], exact),
-        (
-            mx.concatenate(parts, axis=-1),
-            exact + bias.astype(mx.float32),
-        ),
+        (mx.concatenate(parts, axis=-1), exact + bias.astype(mx.float32)),
     )
     # Compared this way round, NaN is no agreement.
     return all(

@@ -14,7 +14,7 @@ from specdec.cuda import kernels, packed_matmul, packed_matmul_source
 from specdec.cuda.flattened_matmul import flatten_products, slow_pairs
 from specdec.cuda.fused_linear import join_products, separated
 from specdec.cuda.kernels import TYPES
-from specdec.cuda.packed_matmul import BITS, GROUPS, Kind
+from specdec.cuda.packed_matmul import BITS, GROUPS, Form, Kind
 from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
 
 TinyModel = Callable[..., nn.Module]
@@ -149,10 +149,31 @@ def test_a_view_begins_anywhere(bits: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", TYPES)
-def test_proven(dtype: mx.Dtype, bits: int) -> None:
-    assert packed_matmul.proven(dtype, bits, 64)
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(mx.bfloat16, 4, 64, eights=True),
+        Form(mx.bfloat16, 8, 32, eights=False),
+        Form(mx.float16, 4, 64, eights=False),
+        Form(mx.float16, 8, 32, eights=True),
+    ],
+)
+def test_proven(form: Form) -> None:
+    assert packed_matmul.proven(*form)
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", ["EIGHTS", "!EIGHTS"])
+def test_a_model_s_own_variant_is_tried(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Another variant than its layers launch is proven, and theirs is trusted."""
+    old, new = "float sum = sums[t][j][c];", f"float sum = {fault} ? 0 : sums[t][j][c];"
+    plant(monkeypatch, packed_matmul_source, "SOURCE", old, new)
+    for groups, eights in ((8, True), (9, False)):
+        layer = nn.QuantizedLinear(64 * groups, 32, group_size=64, bits=4)
+        layer.set_dtype(mx.bfloat16)
+        assert packed_matmul.tried(layer) is (eights != (fault == "EIGHTS"))
 
 
 def text_of(name: str) -> str:
