@@ -36,26 +36,23 @@ WARPS, TILE, SPAN = 8, 16, 1024
 
 
 @cache
-def _kernel(dtype: mx.Dtype, mask: str, scale: float, pieces: bool) -> Any:
+def _kernel(dtype: mx.Dtype, mask: str, scale: float) -> Any:
     # The kernel computes powers of two, so scores are scaled by log2(e).
     source = text.SOURCE.replace("@SCALE@", f"{scale * log2(e)!r}")
     source = source.replace("@MASK@", text.MASKS[mask])
-    source = source.replace("@WRITE@", text.PIECE if pieces else text.WHOLE)
     return cuda_kernel(
         f"attention_{TYPES[dtype]}_{mask}",
         source,
         ("q", "k", "v", *(() if mask == "causal" else ("mask",))),
-        ("out", "seen") if pieces else ("out",),
+        ("out",),
         header=tensor_cores(dtype),
         copies_views=False,
     )
 
 
 def _gathering(dtype: mx.Dtype) -> Any:
-    inputs = ("found", "seen")
-    return cuda_kernel(
-        f"attention_gather_{TYPES[dtype]}", text.GATHER, inputs, ("out",)
-    )
+    name = f"attention_gather_{TYPES[dtype]}"
+    return cuda_kernel(name, text.GATHER, ("found",), ("out",))
 
 
 def attention(
@@ -86,32 +83,30 @@ def attention(
         inputs.append(mask)
     pieces = -(-keys.shape[2] // SPAN)
     count = rows * tokens * heads
-    shapes: list[tuple[int, ...]] = [(rows, tokens, heads, size)]
-    if pieces > 1:
-        shapes = [(pieces, count, size), (pieces, count, 2)]
-    dtype = mx.float32 if pieces > 1 else queries.dtype
+    shape = rows, tokens, heads, size
     threads = 32 * WARPS
     tiles = -(-heads // keys.shape[1] * tokens // TILE)
     template = [("T", queries.dtype), ("D", size)]
-    found = _kernel(queries.dtype, kind, float(scale), pieces > 1)(
+    (out,) = _kernel(queries.dtype, kind, float(scale))(
         inputs=inputs,
         template=[*template, ("WARPS", WARPS), ("SPAN", SPAN)],
         grid=(tiles * threads, keys.shape[1], rows * pieces),
         threadgroup=(threads, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=[dtype] * len(shapes),
+        # A number of 32 bits takes the place of two.
+        output_shapes=[(pieces, count, size + 2, 2) if pieces > 1 else shape],
+        output_dtypes=[queries.dtype],
     )
     if pieces > 1:
-        found = _gathering(queries.dtype)(
-            inputs=found,
+        (out,) = _gathering(queries.dtype)(
+            inputs=[out],
             template=template,
             grid=(-(-count * size // threads) * threads, 1, 1),
             threadgroup=(threads, 1, 1),
-            output_shapes=[(rows, tokens, heads, size)],
+            output_shapes=[shape],
             output_dtypes=[queries.dtype],
         )
-    out: mx.array = found[0]
-    return out.transpose(0, 2, 1, 3)
+    result: mx.array = out.transpose(0, 2, 1, 3)
+    return result
 
 
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:

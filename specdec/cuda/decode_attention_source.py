@@ -215,7 +215,23 @@ SOURCE = """
       for (int w = 0; w < WARPS; ++w) sum += found[w][in_tile][d];
       if (r < rows) {
         const size_t row = (batch * S + r / heads) * H + kv * heads + r % heads;
-        @WRITE@
+        if (pieces == 1) {
+          // Not a number stays so; a query that sees nothing has nothing.
+          const float all = whole[in_tile] == 0.0f ? 1.0f : whole[in_tile];
+          out[row * D + c * 64 + d] = static_cast<T>(sum / all);
+          continue;
+        }
+        // A block's part of the result; after all parts, each query's largest score
+        // and sum.
+        float* const results = reinterpret_cast<float*>(out);
+        const size_t queries = static_cast<size_t>(q_shape[0]) * S * H;
+        const size_t at_piece = piece * queries + row;
+        results[at_piece * D + c * 64 + d] = sum;
+        if (c * 64 + d == 0) {
+          float* const seen = results + pieces * queries * D;
+          seen[at_piece * 2] = peak[in_tile];
+          seen[at_piece * 2 + 1] = whole[in_tile];
+        }
       }
     }
     __syncthreads();
@@ -230,26 +246,12 @@ MASKS = {
     "causal": "if (at > L - S + asks) score[t][i] = NONE;",
 }
 
-
-# What a block writes: the result, if it has seen all keys; else its part of the result,
-# and each query's largest score and sum.
-WHOLE = """
-        // Not a number stays so; a query that sees nothing has nothing.
-        const float all = whole[in_tile] == 0.0f ? 1.0f : whole[in_tile];
-        out[row * D + c * 64 + d] = static_cast<T>(sum / all);
-"""
-PIECE = """
-        const size_t at_piece = piece * (static_cast<size_t>(q_shape[0]) * S * H) + row;
-        out[at_piece * D + c * 64 + d] = sum;
-        if (c * 64 + d == 0) {
-          seen[at_piece * 2] = peak[in_tile];
-          seen[at_piece * 2 + 1] = whole[in_tile];
-        }
-"""
-# Combines pieces (P, N, D) and seen (P, N, 2) into out (N, D).
+# Combines results (P, N, D) and seen (P, N, 2), both in found, into out (N, D).
 GATHER = """
-  const int pieces = seen_shape[0];
-  const size_t rows = seen_shape[1];
+  const int pieces = found_shape[0];
+  const size_t rows = found_shape[1];
+  const float* const results = reinterpret_cast<const float*>(found);
+  const float* const seen = results + pieces * rows * D;
   const size_t at = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x;
   if (at >= rows * D) return;
   const size_t row = at / D;
@@ -260,7 +262,7 @@ GATHER = """
   for (int p = 0; p < pieces; ++p) {
     const float share = exp2f(seen[(p * rows + row) * 2] - from);
     total += share * seen[(p * rows + row) * 2 + 1];
-    sum += share * found[p * rows * D + at];
+    sum += share * results[p * rows * D + at];
   }
   out[at] = static_cast<T>(sum / (total == 0.0f ? 1.0f : total));
 """

@@ -105,10 +105,11 @@ def test_bits_do_not_depend_on_whether_blocks_share_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("PIECE", "piece * (static_cast<size_t>(q_shape[0]) * S * H)", "0"),
-        ("PIECE", "= peak[in_tile]", "= 0.0f"),
-        ("PIECE", "= whole[in_tile]", "= 1.0f"),
-        ("PIECE", "out[at_piece * D", "out[row * D"),
+        ("SOURCE", "at_piece = piece * queries + row", "at_piece = row"),
+        ("SOURCE", "= peak[in_tile]", "= 0.0f"),
+        ("SOURCE", "1] = whole[in_tile]", "1] = 1.0f"),
+        ("SOURCE", "results[at_piece * D", "results[row * D"),
+        ("SOURCE", "results + pieces * queries * D", "results + queries * D"),
         ("GATHER", "top = fmaxf(top, seen[(p * rows + row) * 2])", "top = -1e30f"),
         ("GATHER", "total += share *", "total +="),
         ("GATHER", "sum += share *", "sum +="),
@@ -159,7 +160,7 @@ def test_a_fault_with_one_size_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old, new = "sum / all", "D == 128 ? 0.0f : sum / all"
-    plant(monkeypatch, decode_attention_source, "WHOLE", old, new)
+    plant(monkeypatch, decode_attention_source, "SOURCE", old, new)
     monkeypatch.setattr(decode_attention, "_proven", {})
     assert decode_attention.proven(64, mx.bfloat16)
     assert not decode_attention.proven(128, mx.bfloat16)
@@ -171,20 +172,10 @@ def test_each_form_of_the_mask_is_tried(
     mask: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault of one form, or where blocks share keys, stands for no kernel at all."""
-    kernel = decode_attention._kernel
-
-    def faulty(dtype: mx.Dtype, form: str, scale: float, shared: bool) -> Any:
-        right = kernel(dtype, form, scale, shared)
-        if (form, shared) != (mask, pieces):
-            return right
-
-        def wrong(**launch: Any) -> Any:
-            found = right(**launch)
-            return [2 * found[0], *found[1:]]
-
-        return wrong
-
-    monkeypatch.setattr(decode_attention, "_kernel", faulty)
+    fault = f"if (pieces {'>' if pieces else '=='} 1) score[t][i] += at;"
+    text = decode_attention_source.MASKS[mask]
+    faulty = {**decode_attention_source.MASKS, mask: text + fault}
+    monkeypatch.setattr(decode_attention_source, "MASKS", faulty)
     assert not decode_attention._agrees(64, mx.bfloat16)
 
 
