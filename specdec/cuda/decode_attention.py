@@ -13,11 +13,12 @@ verification) and however many columns are read after its last key.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from math import e, log2
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from . import decode_attention_source as text
 from .kernels import TYPES, cuda_kernel, tensor_cores
@@ -43,7 +44,7 @@ def _kernel(dtype: mx.Dtype, mask: str, scale: float) -> Any:
     return cuda_kernel(
         f"attention_{TYPES[dtype]}_{mask}",
         source,
-        ("q", "k", "v", *(() if mask == "causal" else ("mask",))),
+        ("q", "k", "v", "mask"),
         ("out",),
         header=tensor_cores(dtype),
         copies_views=False,
@@ -76,11 +77,9 @@ def attention(
         :func:`takes` says what it can compute.
     """
     rows, heads, tokens, size = queries.shape
-    kind = "causal"
-    inputs = [queries, keys, values]
-    if not isinstance(mask, str):
-        kind = "bool" if mask.dtype == mx.bool_ else "added"
-        inputs.append(mask)
+    if isinstance(mask, str):
+        mask = _causal(tokens, keys.shape[2])
+    kind = "bool" if mask.dtype == mx.bool_ else "added"
     pieces = -(-keys.shape[2] // SPAN)
     count = rows * tokens * heads
     shape = rows, tokens, heads, size
@@ -88,7 +87,7 @@ def attention(
     tiles = -(-heads // keys.shape[1] * tokens // TILE)
     template = [("T", queries.dtype), ("D", size)]
     (out,) = _kernel(queries.dtype, kind, float(scale))(
-        inputs=inputs,
+        inputs=[queries, keys, values, mask],
         template=[*template, ("WARPS", WARPS), ("SPAN", SPAN)],
         grid=(tiles * threads, keys.shape[1], rows * pieces),
         threadgroup=(threads, 1, 1),
@@ -107,6 +106,17 @@ def attention(
         )
     result: mx.array = out.transpose(0, 2, 1, 3)
     return result
+
+
+@lru_cache(maxsize=32)
+def _causal(tokens: int, columns: int) -> mx.array:
+    """The mask that ``"causal"`` stands for, which needs no kernel of its own.
+
+    It is rare where shapes repeat. NumPy computes it, because operations in a traced
+    function would become a kernel too.
+    """
+    seen = np.tri(tokens, columns, columns - tokens, dtype=np.bool_)
+    return mx.array(seen[None, None])
 
 
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
@@ -175,12 +185,12 @@ def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> bool:
     lengths = mx.array([columns - 30, columns])[:, None, None, None]
     seen = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
     added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
-    for mask in (added, seen, "causal"):
+    for mask in (added, seen):
         with mx.stream(mx.cpu):  # where MLX's operations are compiled already
             exact = mx.fast.scaled_dot_product_attention(
                 *(x.astype(mx.float32) for x in (q, k, v)),
                 scale=0.1,
-                mask=mask if isinstance(mask, str) else seen,
+                mask=seen,
             )
         found = attention(q, k, v, 0.1, mask).astype(mx.float32)
         # Compared this way round, NaN is no agreement.

@@ -237,13 +237,12 @@ SOURCE = """
     __syncthreads();
   }
 """
-# What hides a key: a boolean mask, a mask that is added, or its later position.
+# What hides a key: a boolean mask, or a mask that is added.
 _AT = "mask[(mask_shape[0] > 1 ? batch * mask_strides[0] : 0) + "
 _AT += "asks * mask_strides[2] + at * mask_strides[3]]"
 MASKS = {
     "bool": f"if (!{_AT}) score[t][i] = NONE;",
     "added": f"score[t][i] += {log2(e)!r}f * static_cast<float>({_AT});",
-    "causal": "if (at > L - S + asks) score[t][i] = NONE;",
 }
 
 # Combines results (P, N, D) and seen (P, N, 2), both in found, into out (N, D).
