@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -94,12 +95,20 @@ def cuda_kernel(
     )
 
 
+# Spaces beside these separate no two tokens.
+_SPACES = re.compile(r"\s*([][(){};,=?])\s*")
+
+
 def _shortened(code: str) -> str:
-    """The code without comment lines and indentation.
+    """The code without comments, and without spaces that it does not need.
 
     At every launch MLX hashes the whole source, to find the compiled kernel. It appends
     a line of its own to a header, which must not become part of a macro.
     """
-    lines = (line.strip() for line in code.splitlines())
-    kept = (line for line in lines if line and not line.startswith("//"))
-    return "".join(f"{line}\n" for line in kept)
+    lines: list[str] = []
+    for line in code.splitlines():
+        kept = re.sub(r"\s+", " ", line.partition("//")[0]).strip()
+        if kept:
+            in_macro = kept.startswith("#") or (lines and lines[-1].endswith("\\"))
+            lines.append(kept if in_macro else _SPACES.sub(r"\1", kept))
+    return "".join(f"{line}\n" for line in lines)

@@ -85,3 +85,23 @@ def test_a_part_is_the_input_of_another_product() -> None:
         copy = mx.array(np.array(part.astype(mx.float32))).astype(mx.bfloat16)
         found, wanted = (skinny_matmul.product(p, weight, None) for p in (part, copy))
         assert mx.array_equal(found, wanted)
+
+
+def test_a_source_is_shortened_and_stays_the_same_code() -> None:
+    """A comment is hashed at each launch; or tokens, or a macro's lines, are joined."""
+    code = """
+      // A whole line.
+      #define PRODUCT(d, a)     \\
+        asm("mma {%0, %1};"     \\
+            : "+f"(d[0]) : "r"(a) )
+      const T* const from = rows [ 2 ], *other;  // behind code
+      for (int i = 0; i < 4; ++i) x = a - -b <= c ? -1 : 2;
+    """
+    assert kernels._shortened(code).splitlines() == [
+        "#define PRODUCT(d, a) \\",
+        'asm("mma {%0, %1};" \\',
+        ': "+f"(d[0]) : "r"(a) )',
+        "const T* const from=rows[2],*other;",
+        "for(int i=0;i < 4;++i)x=a - -b <=c?-1 : 2;",
+    ]
+    assert kernels._shortened(code).endswith("\n")
