@@ -44,7 +44,7 @@ TIMED_ROWS = (1, 8, 32)
 MOST_TOKENS = 16
 # A warp reads COLUMNS columns of ROWS rows of the matrix at a time. A tensor core's
 # product takes TILE rows of x, a block at most WIDEST times as many.
-COLUMNS, ROWS, TILE, WIDEST = 32, 16, 8, 8
+COLUMNS, ROWS, TILE, WIDEST = 32, 16, 8, 4
 
 # out = x weight^T + bias; x is (..., K) with M rows, weight (N, K). Where matrices are
 # joined, their products lie in out one after the other.
@@ -215,7 +215,7 @@ def parts(
     """
     rows, columns = x.size // x.shape[-1], weight.shape[0]
     warps = _warps(*weight.shape)
-    wide, tiles, unroll = _block(rows, warps)
+    wide, tiles, unroll = _block(rows)
     threads = 32 * warps
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = weight if bias is None else bias
@@ -245,7 +245,7 @@ def _warps(rows: int, columns: int) -> int:
     return 4 if rows >= 4 * columns else 16
 
 
-def _block(rows: int, warps: int) -> tuple[int, int, int]:
+def _block(rows: int) -> tuple[int, int, int]:
     """WIDE, TILES and UNROLL of a block, for ``rows`` rows of x.
 
     These were fast on one H200 (benchmarks/results/skinny-blocks-h200.md).
@@ -257,8 +257,6 @@ def _block(rows: int, warps: int) -> tuple[int, int, int]:
         return 1, 1, 4
     # Each block reads its rows of x again, so two tiles of the matrix share them. The
     # registers that this takes leave fewer turns in flight.
-    if wide == 8:
-        return (8, 2, 1) if warps == 4 else (4, 2, 2)
     return wide, 2, 2
 
 
@@ -388,7 +386,7 @@ def _agree(dtype: mx.Dtype) -> bool:
 
 # Rows of x for which the blocks differ: from the narrowest to the widest, which needs
 # the most registers.
-_HEIGHTS = tuple(TILE * wide // 2 + 1 for wide in (1, 2, 4, 8))
+_HEIGHTS = tuple(TILE * wide // 2 + 1 for wide in (1, 2, WIDEST))
 
 
 def _agrees(
