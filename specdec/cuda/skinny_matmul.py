@@ -63,7 +63,6 @@ _SOURCE = """
   const bool together =
       (reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight)) % 16 == 0;
   const int first = blockIdx.x * 16 * TILES, top = blockIdx.y * 8 * WIDE;
-  const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
   // Rows beyond the last are read as the last, and not written.
   const T* rows[TILES][2];
   #pragma unroll
@@ -86,11 +85,10 @@ _SOURCE = """
       #pragma unroll
       for (int c = 0; c < 4; ++c) sums[t][j][c] = 0.0f;
 
-  if (together) {
-    @TURNS@
-  } else {
-    @APART@
-  }
+  if (together)
+    specdec_turns<true, WARPS, UNROLL>(rows, others, sums, K);
+  else
+    specdec_turns<false, WARPS, UNROLL>(rows, others, sums, K);
 
   // As many of the products' results at a time as 16 KB hold.
   constexpr int AT_ONCE = 32 / WARPS < WIDE ? 32 / WARPS : WIDE;
@@ -125,7 +123,23 @@ _SOURCE = """
 # arrays begin at a multiple of 16 bytes. A view of one row may begin elsewhere, and MLX
 # does not copy a view without gaps.
 _TURNS = """
-for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
+template <class T>
+__device__ __forceinline__ uint4 specdec_singly(const T* at) {
+  const unsigned short* one = reinterpret_cast<const unsigned short*>(at);
+  unsigned pairs[4];
+  #pragma unroll
+  for (int i = 0; i < 4; ++i)
+    pairs[i] = __ldg(one + 2 * i) | static_cast<unsigned>(__ldg(one + 2 * i + 1)) << 16;
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+template <bool TOGETHER, int WARPS, int UNROLL, int TILES, int WIDE, class T>
+__device__ __forceinline__ void specdec_turns(const T* const (&rows)[TILES][2],
+                                              const T* const (&others)[WIDE],
+                                              float (&sums)[TILES][WIDE][4], int K) {
+  const int warp = threadIdx.x / 32, part = threadIdx.x % 4;
+  const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
+  for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
     // All are asked for before one is waited for, so that no branch may lie between.
     uint4 a[UNROLL][TILES][2], b[UNROLL][WIDE];
     #pragma unroll
@@ -134,11 +148,17 @@ for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
       #pragma unroll
       for (int t = 0; t < TILES; ++t)
         #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          a[u][t][i] = @MATRIX@(rows[t][i] + at);
+        for (int i = 0; i < 2; ++i) {
+          const T* from = rows[t][i] + at;
+          a[u][t][i] = TOGETHER ? __ldcs(reinterpret_cast<const uint4*>(from))
+                                : specdec_singly(from);
+        }
       #pragma unroll
-      for (int j = 0; j < WIDE; ++j)
-        b[u][j] = @ROW@(others[j] + at);
+      for (int j = 0; j < WIDE; ++j) {
+        const T* from = others[j] + at;
+        b[u][j] = TOGETHER ? __ldg(reinterpret_cast<const uint4*>(from))
+                           : specdec_singly(from);
+      }
     }
     #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -156,41 +176,18 @@ for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
       }
     }
   }
-"""
-_TOGETHER = {
-    "@MATRIX@": "SPECDEC_STREAMED",
-    "@ROW@": "SPECDEC_SHARED",
-}
-_APART = dict.fromkeys(_TOGETHER, "specdec_eight")
-_LOADS = """
-#define SPECDEC_STREAMED(at) __ldcs(reinterpret_cast<const uint4*>(at))
-#define SPECDEC_SHARED(at) __ldg(reinterpret_cast<const uint4*>(at))
-template <class T>
-__device__ __forceinline__ uint4 specdec_eight(const T* at) {
-  const unsigned short* one = reinterpret_cast<const unsigned short*>(at);
-  unsigned pairs[4];
-  #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    pairs[i] = __ldg(one + 2 * i) | static_cast<unsigned>(__ldg(one + 2 * i + 1)) << 16;
-  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 """
 
 
 @cache
 def _kernel(dtype: mx.Dtype) -> Any:
-    source = _SOURCE.replace("@WRITE@", WRITE)
-    for place, loads in (("@TURNS@", _TOGETHER), ("@APART@", _APART)):
-        turns = _TURNS
-        for name, load in loads.items():
-            turns = turns.replace(name, load)
-        source = source.replace(place, turns)
     return cuda_kernel(
         f"skinny_{TYPES[dtype]}",
-        source,
+        _SOURCE.replace("@WRITE@", WRITE),
         ("x", "weight", "bias", "ends"),
         ("out",),
-        header=tensor_cores(dtype) + _LOADS,
+        header=tensor_cores(dtype) + _TURNS,
     )
 
 
