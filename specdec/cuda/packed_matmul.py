@@ -53,13 +53,10 @@ BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
 
 @cache
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
-    source = text.SOURCE.replace("@WRITE@", WRITE)
-    for turn in ("begin", "min(turn + 1, end - 1)"):
-        source = source.replace(f"@LOAD({turn})@", text.LOAD.replace("@", turn))
     header = text.unpacking(bits, half=dtype == mx.float16)
     return cuda_kernel(
         f"packed_{bits}_{TYPES[dtype]}",
-        source,
+        text.SOURCE.replace("@WRITE@", WRITE),
         ("x", "weight", "scales", "biases", "bias", "ends"),
         ("out",),
         header=tensor_cores(dtype) + header + text.HEADER,

@@ -185,7 +185,27 @@ SOURCE = """
   const int own = part * TURN / 4;  // a thread's columns of a turn
   uint4 now[2][2], next[2][2], scales8[2], scales8_next[2];
   unsigned both[GROUPS], both_next[GROUPS];
-  @LOAD(begin)@
+  // Loads a turn's weights and scales. Scales are loaded for eight groups at a time,
+  // where the next eight begin, if all rows allow that (EIGHTS).
+  auto load = [&](int asked) {
+    const int column = asked * TURN + own, first_group = asked * TURN / GROUP;
+    specdec_weights(next, rows, (column < K ? column : 0) * BITS / 32);
+    if (EIGHTS) {
+      const int at = first_group / 8 * 8;
+      if (first_group % 8 == 0 || asked == begin) {
+        scales8_next[0] = __ldg(reinterpret_cast<const uint4*>(its_scales + at));
+        scales8_next[1] = __ldg(reinterpret_cast<const uint4*>(its_biases + at));
+      }
+    } else {
+      #pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        const int at = min(first_group + i, groups - 1);
+        both_next[i] = __ldg(its_scales + at) |
+            static_cast<unsigned>(__ldg(its_biases + at)) << 16;
+      }
+    }
+  };
+  load(begin);
 
   int side = 1;
   for (int chunk = begin - TURNS; chunk < end; chunk += TURNS, side ^= 1) {
@@ -231,7 +251,7 @@ SOURCE = """
         both[i] = !EIGHTS ? both_next[i]
                           : specdec_of_eight(scales8[0], (g + i) % 8) |
                                 specdec_of_eight(scales8[1], (g + i) % 8) << 16;
-      @LOAD(min(turn + 1, end - 1))@
+      load(min(turn + 1, end - 1));
       #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         // The matrix: two products of 16 columns for every 32.
@@ -340,29 +360,6 @@ SOURCE = """
           continue;
         }
         @WRITE@
-      }
-"""
-# Loads a turn's weights and scales. Scales are loaded for eight groups at a time, where
-# the next eight begin, if all rows allow that (EIGHTS).
-LOAD = """
-      {
-        const int asked = @, column = asked * TURN + own;
-        const int first_group = asked * TURN / GROUP;
-        specdec_weights(next, rows, (column < K ? column : 0) * BITS / 32);
-        if (EIGHTS) {
-          const int at = first_group / 8 * 8;
-          if (first_group % 8 == 0 || asked == begin) {
-            scales8_next[0] = __ldg(reinterpret_cast<const uint4*>(its_scales + at));
-            scales8_next[1] = __ldg(reinterpret_cast<const uint4*>(its_biases + at));
-          }
-        } else {
-          #pragma unroll
-          for (int i = 0; i < GROUPS; ++i) {
-            const int at = min(first_group + i, groups - 1);
-            both_next[i] = __ldg(its_scales + at) |
-                static_cast<unsigned>(__ldg(its_biases + at)) << 16;
-          }
-        }
       }
 """
 
