@@ -53,13 +53,20 @@ def holds(name: str, check: Callable[[], bool]) -> bool:
     """
     if kept(name):
         return True
+    why = "it computes something else"
     try:
         right = check()
     except (RuntimeError, ValueError) as error:
-        logger.debug("no kernel %s: %s", name, error)
-        return False
+        right, why = False, next(iter(str(error).splitlines()), "")
     if right:
         keep(name, right)
+    else:
+        logger.warning(
+            "the kernel %r is not used on this GPU (%s): decoding is the same, only "
+            "slower; please report this line",
+            name,
+            why[:300],
+        )
     return right
 
 

@@ -156,3 +156,23 @@ def test_a_second_process_loads_a_model_without_a_trial(
     loading.fit(tiny_model("llama", seed=0, head_dim=64))
     assert len(steps) == 5
     skinny_matmul.proven.cache_clear()
+
+
+def test_a_kernel_that_is_not_used_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches a kernel that is refused in silence, which only costs speed."""
+
+    def broken() -> bool:
+        raise RuntimeError("Failed to compile kernel: x.cu(17): error\nmore\nlines")
+
+    assert not proofs.holds("attention of 64 bf16", broken)
+    assert not proofs.holds("skinny bf16", Check(False))
+    assert proofs.holds("commit", Check(True))
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "'attention of 64 bf16'" in first
+    assert "x.cu(17): error)" in first
+    assert "\n" not in first
+    assert "'skinny bf16'" in second
+    assert "computes something else" in second
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
