@@ -107,6 +107,13 @@ def test_overhead(tmp_path: Path) -> None:
     assert raw["target_ms"] == {"2": 0.4}
 
 
+def test_nodes(tmp_path: Path) -> None:
+    """Only times of operations that run here, the host's part first."""
+    raw = run("kernels nodes", tmp_path / "nodes", "--length", "4")
+    assert [name for name, *_ in raw["microseconds"]][-1] == "a product by MLX"
+    assert all(0 < float(a) <= float(b) for _, a, b in raw["microseconds"])
+
+
 def test_ngram(tmp_path: Path) -> None:
     raw = run(
         "kernels ngram",
