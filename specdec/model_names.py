@@ -124,7 +124,7 @@ def check_model_name(
     hint = ""
     if meant is not None:
         hint = f"; did you mean {meant}?"
-    elif others and not {"/", "."} & set(name):  # not a path
+    elif others and "/" not in name and not name.endswith(".gguf"):  # no path
         hint = f", or one of {', '.join(others)}"
     raise ModelNameError(
         f"no model at {shorten(name)}: give a folder, a .gguf file or a hub id "
@@ -288,7 +288,8 @@ class DraftSpec:
         model = self.model
         if model is None or model.of_target:
             return
-        others = NGRAM_DRAFT, SELF_DRAFTS[2], MTP_DRAFT, NO_DRAFT
+        alone = "+" not in self.name  # few of these can follow a plus sign
+        others = [NGRAM_DRAFT, "self:4bit", MTP_DRAFT, NO_DRAFT] if alone else []
         check_model_name(model.source, meant=_meant(model.name), others=others)
 
 

@@ -108,9 +108,9 @@ def test_overhead(tmp_path: Path) -> None:
 
 
 def test_nodes(tmp_path: Path) -> None:
-    """Only times of operations that run here, the host's part first."""
+    """The host's part of a chain's time comes first."""
     raw = run("kernels nodes", tmp_path / "nodes", "--length", "4")
-    assert [name for name, *_ in raw["microseconds"]][-1] == "a product by MLX"
+    assert "a product by MLX" in [name for name, *_ in raw["microseconds"]]
     assert all(0 < float(a) <= float(b) for _, a, b in raw["microseconds"])
 
 

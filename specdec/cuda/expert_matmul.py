@@ -1,13 +1,15 @@
 """Products with experts for more tokens than a CUDA grid has blocks.
 
-MLX's products with experts launch a block for each pair of a token and an expert, along
-a dimension of the grid that ends at 65,535 (ml-explore/mlx#3858 is the same limit of
-another product). A prefill chunk of 32 rows and 256 tokens has 65,536 pairs if a token
-uses 8 experts. So longer inputs are computed in pieces.
+MLX's product with packed experts launches a block for each pair of a token and an
+expert, along a dimension of the grid that ends at 65,535 (lablup/mlxcel#648). A prefill
+chunk of 32 rows and 256 tokens has 65,536 pairs if a token uses 8 experts. So longer
+inputs are computed in pieces; those of dense experts too, whose product had the same
+limit (ml-explore/mlx#3929).
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -22,22 +24,38 @@ MOST_PAIRS = 65535
 
 
 class _Pieces:
-    """A layer of experts that computes its input in pieces, if it is too long."""
+    """A layer of experts that computes inputs that are too long in pieces.
+
+    A piece has at least one element of the first dimension. mlx-lm's models flatten and
+    sort their pairs from 64 on, so an element is one pair, or a token of few.
+    """
 
     def __call__(
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
         usual: Any = super().__call__  # type: ignore[misc]
-        rows = indices.shape[0]
-        if indices.size <= MOST_PAIRS or x.shape[0] != rows:
+        shape = mx.broadcast_shapes(x.shape[:-2], indices.shape)
+        if prod(shape) <= MOST_PAIRS:
             whole: mx.array = usual(x, indices, sorted_indices)
             return whole
-        at_once = max(1, MOST_PAIRS // (indices.size // rows))
-        pieces = [
-            usual(x[i : i + at_once], indices[i : i + at_once], sorted_indices)
-            for i in range(0, rows, at_once)
-        ]
-        return mx.concatenate(pieces)
+        rows = shape[0]
+        rows_per_piece = max(1, MOST_PAIRS // prod(shape[1:]))
+
+        def piece(array: mx.array, dimensions: int, begin: int) -> mx.array:
+            if dimensions < len(shape) or array.shape[0] != rows:
+                return array  # the same for all rows
+            return array[begin : begin + rows_per_piece]
+
+        return mx.concatenate(
+            [
+                usual(
+                    piece(x, x.ndim - 2, begin),
+                    piece(indices, indices.ndim, begin),
+                    sorted_indices,
+                )
+                for begin in range(0, rows, rows_per_piece)
+            ]
+        )
 
 
 class PiecewiseSwitchLinear(_Pieces, SwitchLinear):

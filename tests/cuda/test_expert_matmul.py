@@ -106,6 +106,31 @@ def test_pairs_that_are_not_sorted_stay_beside_their_tokens(
 
 
 @pytest.mark.parametrize("packed", [False, True])
+def test_indices_that_all_tokens_share(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs are counted before they are broadcast (deepseek_v41's projections)."""
+    monkeypatch.setattr(expert_matmul, "MOST_PAIRS", 30)
+    layer = made(packed, bias=False)
+    x = mx.random.normal((11, EXPERTS, 1, 64), key=mx.random.key(1))
+    chosen = mx.arange(EXPERTS)[None]
+    expected = layer.experts.up_proj(x, chosen)
+    take_many_tokens(layer)
+    sizes: list[int] = []
+    name = "gather_qmm" if packed else "gather_mm"
+    usual: Any = getattr(mx, name)
+
+    def recording(x: mx.array, *args: Any, **options: Any) -> mx.array:
+        sizes.append(x.shape[0] * x.shape[1])
+        made: mx.array = usual(x, *args, **options)
+        return made
+
+    monkeypatch.setattr(mx, name, recording)
+    assert mx.array_equal(layer.experts.up_proj(x, chosen), expected)
+    assert sizes == [30, 30, 6]
+
+
+@pytest.mark.parametrize("packed", [False, True])
 def test_the_layers_stay_what_they_were(packed: bool) -> None:
     """A twin with mlx-lm's layers, or an unpacked copy, has unknown layers."""
     layer = made(packed, bias=True)
