@@ -304,8 +304,9 @@ def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     )
 
 
-# Sizes of matrices: K shared among blocks, and not, with a turn that K ends within.
-_SIZES = ((72, 1152), (200, 128))
+# Sizes of matrices: K shared among blocks, and not, with a turn that K ends within; and
+# with groups that are loaded by eights.
+_SIZES = ((72, 1152), (200, 128), (72, 1024))
 
 
 def _agrees(

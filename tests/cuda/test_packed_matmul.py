@@ -155,6 +155,16 @@ def test_proven(dtype: mx.Dtype, bits: int) -> None:
     assert packed_matmul.proven(dtype, bits, 64)
 
 
+@needs_compiler
+@pytest.mark.parametrize("variant", ["EIGHTS", "!EIGHTS"])
+def test_each_variant_is_tried(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Most models launch one; if only the other is proven, it is trusted untried."""
+    old = "float sum = sums[t][j][c];"
+    new = f"float sum = {variant} ? 0.0f : sums[t][j][c];"
+    plant(monkeypatch, packed_matmul_source, "SOURCE", old, new)
+    assert not packed_matmul.proven(mx.bfloat16, 4, 64)
+
+
 def text_of(name: str) -> str:
     text: str = getattr(packed_matmul_source, name, kernels.WRITE)
     return text
