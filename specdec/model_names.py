@@ -107,18 +107,25 @@ def shipped_draft(name: str) -> str | None:
     return default_draft() if _is(name, DEFAULT_DRAFT) else None
 
 
-def check_model_name(name: str, *, meant: str | None = None) -> None:
+def check_model_name(
+    name: str, *, meant: str | None = None, others: Iterable[str] = ()
+) -> None:
     """Refuse a name that is no existing path and no possible hub id.
 
     Args:
         meant: a valid name to suggest.
+        others: names that need no path, to list if there is none to suggest.
 
     Raises:
         ModelNameError: the name is neither.
     """
     if _exists(name) or is_hub_id(name):
         return
-    hint = "" if meant is None else f"; did you mean {meant}?"
+    hint = ""
+    if meant is not None:
+        hint = f"; did you mean {meant}?"
+    elif others and "/" not in name and not name.endswith(".gguf"):  # no path
+        hint = f", or one of {', '.join(others)}"
     raise ModelNameError(
         f"no model at {shorten(name)}: give a folder, a .gguf file or a hub id "
         f"(owner/name){hint}"
@@ -281,7 +288,9 @@ class DraftSpec:
         model = self.model
         if model is None or model.of_target:
             return
-        check_model_name(model.source, meant=_meant(model.name))
+        alone = "+" not in self.name  # few of these can follow a plus sign
+        others = [NGRAM_DRAFT, "self:4bit", MTP_DRAFT, NO_DRAFT] if alone else []
+        check_model_name(model.source, meant=_meant(model.name), others=others)
 
 
 def named_draft(name: str) -> DraftSpec | None:

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from . import packed_matmul, skinny_matmul
 from .attention_patch import usual_attention
+from .expert_matmul import PiecewiseQuantizedSwitchLinear, PiecewiseSwitchLinear
 from .flattened_matmul import FlattenedEmbedding, FlattenedLinear, as_kind
 from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
 
@@ -176,6 +178,8 @@ _PLAIN: dict[type, Any] = {
     FlattenedEmbedding: nn.QuantizedEmbedding,
     SkinnyLinear: nn.Linear,
     SkinnyEmbedding: nn.Embedding,
+    PiecewiseSwitchLinear: SwitchLinear,
+    PiecewiseQuantizedSwitchLinear: QuantizedSwitchLinear,
 }
 
 

@@ -28,6 +28,8 @@ class Verdicts(Protocol):
 
 
 _kept: Verdicts | None = None
+# Whether a kernel was reported. On a GPU that is too old, each would be.
+_reported = False
 
 
 @contextmanager
@@ -53,14 +55,29 @@ def holds(name: str, check: Callable[[], bool]) -> bool:
     """
     if kept(name):
         return True
+    why = "its results differ from MLX's"
     try:
         right = check()
     except (RuntimeError, ValueError) as error:
-        logger.debug("no kernel %s: %s", name, error)
-        return False
+        right, why = False, (str(error) or type(error).__name__).splitlines()[0][:300]
     if right:
         keep(name, right)
+    else:
+        _report(name, why)
     return right
+
+
+def _report(name: str, why: str) -> None:
+    global _reported
+    logger.log(
+        logging.DEBUG if _reported else logging.WARNING,
+        "the kernel %r is not used on this GPU (%s): MLX's operations take its place, "
+        "which are slower. If the GPU has compute capability 8.0 or more, please "
+        "report this line",
+        name,
+        why,
+    )
+    _reported = True
 
 
 def kept(name: str) -> bool | None:

@@ -16,7 +16,13 @@ import mlx_lm.utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
-from ..cuda import attention_patch, flattened_matmul, gated_delta, skinny_matmul
+from ..cuda import (
+    attention_patch,
+    expert_matmul,
+    flattened_matmul,
+    gated_delta,
+    skinny_matmul,
+)
 from ..cuda.fused_linear import choices_of, join_products
 from ..errors import (
     ConfigError,
@@ -223,6 +229,7 @@ def fit(model: Any) -> None:
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
+            expert_matmul.take_many_tokens(model)
             join_products(model)
             # The fastest choice may differ between ranks, but all ranks must compute
             # the unsharded parts to the same bits.

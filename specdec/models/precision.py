@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..cuda.expert_matmul import PiecewiseQuantizedSwitchLinear
 from ..cuda.flattened_matmul import FlattenedEmbedding, FlattenedLinear
 from ..cuda.fused_linear import JoinedFlattened
 from ..errors import ConfigError, UnsupportedModelError
@@ -27,6 +28,7 @@ _FLOAT_LAYERS: dict[type, type] = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
+    PiecewiseQuantizedSwitchLinear: SwitchLinear,
     FlattenedLinear: nn.Linear,
     JoinedFlattened: nn.Linear,
     FlattenedEmbedding: nn.Embedding,

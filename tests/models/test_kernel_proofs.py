@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cuda import choices, decode_attention, proofs, skinny_matmul
+from specdec.cuda.expert_matmul import (
+    PiecewiseQuantizedSwitchLinear,
+    PiecewiseSwitchLinear,
+)
 from specdec.models import kernel_proofs, loading
 from specdec.models.kernel_proofs import kept_proofs
 from specdec.utils.warm_up import WarmUp
@@ -156,3 +162,44 @@ def test_a_second_process_loads_a_model_without_a_trial(
     loading.fit(tiny_model("llama", seed=0, head_dim=64))
     assert len(steps) == 5
     skinny_matmul.proven.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("Failed to compile: x.cu(17): error\nmore"), "x.cu(17): error)"),
+        (ValueError(), "(ValueError)"),
+        (None, "(its results differ from MLX's)"),
+    ],
+)
+def test_the_first_kernel_that_is_not_used_is_reported(
+    error: Exception | None,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a kernel that is refused in silence; a GPU that is too old: one line."""
+    monkeypatch.setattr(proofs, "_reported", False)
+
+    def refused() -> bool:
+        if error is not None:
+            raise error
+        return False
+
+    assert proofs.holds("commit", Check(True))
+    assert not proofs.holds("attention of 64 bf16", refused)
+    assert not proofs.holds("skinny bf16", refused)
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "'attention of 64 bf16'" in record.getMessage()
+    assert why in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_layers_of_experts_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a model whose prefills of many tokens end the run on CUDA."""
+    kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
+    monkeypatch.setattr(loading, "defaults", lambda: kernels)
+    model = nn.Sequential(SwitchLinear(8, 8, 2), QuantizedSwitchLinear(64, 8, 2))
+    loading.fit(model)
+    assert isinstance(model.layers[0], PiecewiseSwitchLinear)
+    assert isinstance(model.layers[1], PiecewiseQuantizedSwitchLinear)

@@ -1,0 +1,148 @@
+"""Products with experts that are too long for one launch on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
+
+from specdec.cuda import expert_matmul
+from specdec.cuda.expert_matmul import take_many_tokens
+from specdec.cuda.fused_linear import separated
+from specdec.models.precision import cast
+
+EXPERTS, USED = 6, 3
+
+
+class Layer(nn.Module):
+    """Experts as a model has them."""
+
+    experts: Any
+
+    def __init__(self, bias: bool):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.experts = SwitchGLU(64, 32, EXPERTS, bias=bias)
+        if bias:
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                layer = self.experts[name]
+                layer.bias = mx.random.normal(layer.bias.shape)
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
+        made: mx.array = self.experts(x, chosen)
+        return made
+
+
+def made(packed: bool, bias: bool) -> Layer:
+    mx.random.seed(3)
+    layer = Layer(bias)
+    if packed:
+        nn.quantize(layer, 32, 4)
+    weights: Any = layer.parameters  # MLX has no types for it
+    mx.eval(weights())
+    return layer
+
+
+def inputs(rows: int, tokens: int) -> tuple[mx.array, mx.array]:
+    x = mx.random.normal((rows, tokens, 64), key=mx.random.key(1))
+    scores = mx.random.uniform(shape=(rows, tokens, EXPERTS), key=mx.random.key(2))
+    return x, mx.argsort(scores, axis=-1)[..., :USED]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pairs of each product with experts from now on."""
+    found: list[int] = []
+
+    def recording(usual: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def product(*args: Any, rhs_indices: mx.array, **options: Any) -> mx.array:
+            found.append(rhs_indices.size)
+            return usual(*args, rhs_indices=rhs_indices, **options)
+
+        return product
+
+    for name in ("gather_mm", "gather_qmm"):
+        monkeypatch.setattr(mx, name, recording(getattr(mx, name)))
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_long_inputs_are_computed_in_pieces(
+    packed: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece is left out or comes twice, or has another piece's experts."""
+    usual, ours = made(packed, bias), made(packed, bias)
+    take_many_tokens(ours)
+    for most, rows, tokens in ((1000, 4, 9), (50, 4, 9), (36, 4, 9), (7, 4, 9)):
+        monkeypatch.setattr(expert_matmul, "MOST_PAIRS", most)
+        expected = usual(*inputs(rows, tokens))
+        with monkeypatch.context() as patched:
+            found = recorded(patched)
+            given = ours(*inputs(rows, tokens))
+        pairs = rows * tokens * USED
+        assert max(found) <= most
+        assert sum(found) == 3 * pairs
+        assert len(found) == 3 * -(-pairs // most)
+        assert mx.array_equal(given, expected)
+
+
+def test_pairs_that_are_not_sorted_stay_beside_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pieces of (rows, tokens, experts) divide pairs and not rows."""
+    monkeypatch.setattr(expert_matmul, "MOST_PAIRS", 30)
+    layer = made(packed=False, bias=False)
+    x, chosen = inputs(5, 4)
+    x = mx.expand_dims(x, (-2, -3))
+    expected = layer.experts.up_proj(x, chosen)
+    take_many_tokens(layer)
+    found = recorded(monkeypatch)
+    assert mx.array_equal(layer.experts.up_proj(x, chosen), expected)
+    assert found == [24, 24, 12]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_indices_that_all_tokens_share(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs are counted before they are broadcast (deepseek_v41's projections)."""
+    monkeypatch.setattr(expert_matmul, "MOST_PAIRS", 30)
+    layer = made(packed, bias=False)
+    x = mx.random.normal((11, EXPERTS, 1, 64), key=mx.random.key(1))
+    chosen = mx.arange(EXPERTS)[None]
+    expected = layer.experts.up_proj(x, chosen)
+    take_many_tokens(layer)
+    sizes: list[int] = []
+    name = "gather_qmm" if packed else "gather_mm"
+    usual: Any = getattr(mx, name)
+
+    def recording(x: mx.array, *args: Any, **options: Any) -> mx.array:
+        sizes.append(x.shape[0] * x.shape[1])
+        made: mx.array = usual(x, *args, **options)
+        return made
+
+    monkeypatch.setattr(mx, name, recording)
+    assert mx.array_equal(layer.experts.up_proj(x, chosen), expected)
+    assert sizes == [30, 30, 6]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_layers_stay_what_they_were(packed: bool) -> None:
+    """A twin with mlx-lm's layers, or an unpacked copy, has unknown layers."""
+    layer = made(packed, bias=True)
+    weights: Any = layer.parameters  # MLX has no types for it
+    before = dict(tree_flatten(weights()))
+    take_many_tokens(layer)
+    after = dict(tree_flatten(weights()))
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+    twin: Any = separated(layer)
+    kind = QuantizedSwitchLinear if packed else SwitchLinear
+    assert type(twin.experts.up_proj) is kind
+    if packed:
+        cast(layer, mx.float32)
+        assert type(layer.experts.up_proj) is SwitchLinear
