@@ -517,7 +517,7 @@ def peer_wave(model: nn.Module, ids: list[list[int]]) -> None:
 
 
 @main.command(cls=Script)
-@click.option("--length", default=400, help="Operations of a chain.")
+@click.option("--length", default=400, type=click.IntRange(1), help="Of a chain.")
 @out_option
 def nodes(length: int, out: str | None) -> None:
     """What an operation costs the host, in chains that one call hands over."""

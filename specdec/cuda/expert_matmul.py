@@ -14,10 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from .flattened_matmul import as_kind
+from .modules import change_kinds
 
 #: The most pairs of a token and an expert in one product.
 MOST_PAIRS = 65535
@@ -74,7 +73,4 @@ _PIECEWISE: dict[type, type] = {
 
 def take_many_tokens(model: nn.Module) -> None:
     """Let the model's layers of experts take inputs of any length, in place."""
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    for path, layer in leaves:
-        if (kind := _PIECEWISE.get(type(layer))) is not None:
-            model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+    change_kinds(model, _PIECEWISE)

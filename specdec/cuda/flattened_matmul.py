@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 from . import packed_matmul
+from .modules import change_kinds, leaves_of
 
 
 class FlattenedLinear(nn.QuantizedLinear):
@@ -59,21 +59,19 @@ def flatten_products(model: nn.Module) -> None:
 
     This tries the kernel for the layers that the model has.
     """
-    for path, layer in _layers(model):
+    for layer in _layers(model):
         packed_matmul.tried(layer)
-        kind = _FLATTENED[type(layer)]
-        model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+    change_kinds(model, _FLATTENED)
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`flatten_products` asks for."""
-    return packed_matmul.proofs_of(layer for _, layer in _layers(model))
+    return packed_matmul.proofs_of(_layers(model))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Paths and layers of the model with packed weights."""
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return ((path, layer) for path, layer in leaves if type(layer) in _FLATTENED)
+def _layers(model: nn.Module) -> Iterator[Any]:
+    """The model's layers with packed weights."""
+    return (layer for _, layer in leaves_of(model) if type(layer) in _FLATTENED)
 
 
 def slow_pairs(model: nn.Module) -> bool:
@@ -84,12 +82,3 @@ def slow_pairs(model: nn.Module) -> bool:
         and not packed_matmul.tried(layer)
         for _, layer in modules
     )
-
-
-def as_kind(layer: nn.Module, kind: Any) -> Any:
-    """A layer of another class, with the same arrays and attributes."""
-    made = kind.__new__(kind)
-    # Arrays are items of a module, everything else attributes.
-    dict.update(made, layer)
-    vars(made).update(vars(layer))
-    return made

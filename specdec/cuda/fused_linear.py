@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from . import packed_matmul, skinny_matmul
 from .attention_patch import usual_attention
 from .expert_matmul import PiecewiseQuantizedSwitchLinear, PiecewiseSwitchLinear
-from .flattened_matmul import FlattenedEmbedding, FlattenedLinear, as_kind
+from .flattened_matmul import FlattenedEmbedding, FlattenedLinear
+from .modules import as_kind, leaves_of
 from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
 
 logger = logging.getLogger(__name__)
@@ -211,9 +212,8 @@ def joining_bytes(model: nn.Module) -> int:
 
 def choices_of(model: nn.Module) -> list[Callable[[], None]]:
     """Functions that time kernels for the model's matrices, stacked as in use."""
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     kinds: dict[Any, list[Any]] = {}
-    for _, layer in leaves:
+    for _, layer in leaves_of(model):
         if isinstance(layer, _Joined):
             layer = layer._product._whole
         for kind, part in _TIMED.items():
@@ -237,8 +237,7 @@ def separated(model: nn.Module) -> nn.Module:
     """A second model with the same arrays and mlx-lm's own layers."""
     twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     usual_attention(twin)
-    leaves: Any = tree_flatten(twin.leaf_modules(), is_leaf=nn.Module.is_module)
-    for path, layer in leaves:
+    for path, layer in leaves_of(twin):
         kind = _PLAIN.get(type(layer))
         if kind is not None:
             alone = as_kind(layer, kind)

@@ -11,17 +11,15 @@ the same bits alone, in a batch, or as one of the tokens of a verification.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product as product_of
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 from . import choices
-from .flattened_matmul import as_kind
 from .kernels import (
     TYPES,
     WRITE,
@@ -31,6 +29,7 @@ from .kernels import (
     tensor_cores,
     whole_shape,
 )
+from .modules import change_kinds, leaves_of
 from .proofs import holds
 
 # Limits of the kernel: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS rows, up
@@ -343,22 +342,14 @@ _SKINNY: dict[type, Any] = {nn.Linear: SkinnyLinear, nn.Embedding: SkinnyEmbeddi
 
 def take_few_rows(model: nn.Module) -> None:
     """Let the model's layers compute few rows by the kernel, in place."""
-    for path, layer in _layers(model):
-        if proven(layer["weight"].dtype):
-            kind = _SKINNY[type(layer)]
-            model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+    change_kinds(model, _SKINNY, lambda layer: proven(layer["weight"].dtype))
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_few_rows` asks for: one for each type of weights."""
-    types = {layer["weight"].dtype for _, layer in _layers(model)}
+    layers = [layer for _, layer in leaves_of(model) if type(layer) in _SKINNY]
+    types = {layer["weight"].dtype for layer in layers}
     return [partial(proven, dtype) for dtype in TYPES if dtype in types]
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Paths and layers of the model that the kernel may compute."""
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return ((path, layer) for path, layer in leaves if type(layer) in _SKINNY)
 
 
 @cache

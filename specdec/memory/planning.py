@@ -28,8 +28,9 @@ from ..cache import (
     members,
 )
 from ..config import EngineConfig
+from ..cuda.modules import leaves_of
 from ..models.draft_heads import BlockHead, DraftHead
-from ..models.layers import arrays_of, leaves_of
+from ..models.layers import arrays_of
 from ..models.loaded import Described, setting
 from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from ..cuda.flattened_matmul import as_kind
+from ..cuda.modules import as_kind
 
 
 class _Layer:

@@ -14,10 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cuda.fused_linear import joining_bytes
+from ..cuda.modules import leaves_of
 from .gguf.header import GGUFFile
 from .gguf.tensors import CHUNK
 from .gguf.weights import WeightFormat, read_weights
-from .layers import arrays_of, leaves_of
+from .layers import arrays_of
 
 # Bytes of an element while it is converted.
 _FLOAT32 = 4

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cuda.flattened_matmul import as_kind
+from ..cuda.modules import as_kind
 from ..errors import UnsupportedModelError
 
 # mlx-lm's modules in whose code the part that reads and writes text is a
@@ -42,12 +42,6 @@ def has_text_model(model: nn.Module) -> bool:
 def arrays_of(model: nn.Module) -> list[tuple[str, mx.array]]:
     """A model's arrays and their paths."""
     leaves: Any = tree_flatten(model.parameters())
-    return list(leaves)
-
-
-def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """A model's modules that hold no others, and their paths."""
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     return list(leaves)
 
 

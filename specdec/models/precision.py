@@ -14,8 +14,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..cuda.expert_matmul import PiecewiseQuantizedSwitchLinear
 from ..cuda.flattened_matmul import FlattenedEmbedding, FlattenedLinear
 from ..cuda.fused_linear import JoinedFlattened
+from ..cuda.modules import leaves_of
 from ..errors import ConfigError, UnsupportedModelError
-from .layers import arrays_of, leaves_of
+from .layers import arrays_of
 
 DTYPES = {
     "float32": mx.float32,

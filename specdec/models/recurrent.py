@@ -31,7 +31,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ..cache import BatchCacheList, BatchRecurrentCache
 from ..cache.recurrent import Kept, Slots, Write, select
 from ..cuda import gated_delta
-from ..cuda.flattened_matmul import as_kind
+from ..cuda.modules import as_kind
 
 # More tokens than a window of any convolution has.
 _PROBE = 16

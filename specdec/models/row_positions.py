@@ -27,7 +27,7 @@ from mlx_lm.models import (
 )
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
-from ..cuda.flattened_matmul import as_kind
+from ..cuda.modules import as_kind
 from .compressed_rows import with_compressed_rows
 
 

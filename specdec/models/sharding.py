@@ -15,10 +15,10 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_unflatten
 
-from ..cuda.flattened_matmul import as_kind
+from ..cuda.modules import as_kind, leaves_of
 from ..errors import UnsupportedModelError
 from ..utils.printable import first_line
-from .layers import architecture_of, leaves_of
+from .layers import architecture_of
 
 # A copy of a model keeps its group: ``copy.deepcopy`` does not copy an object that
 # reduces to a name.

@@ -10,8 +10,9 @@ import mlx.nn as nn
 import pytest
 
 from specdec.cuda import choices, packed_matmul, proofs, skinny_matmul
-from specdec.cuda.flattened_matmul import FlattenedLinear, as_kind
+from specdec.cuda.flattened_matmul import FlattenedLinear
 from specdec.cuda.fused_linear import choices_of, join_products
+from specdec.cuda.modules import as_kind
 from specdec.cuda.skinny_matmul import take_few_rows, takes
 
 BF16 = mx.bfloat16

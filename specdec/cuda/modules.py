@@ -1,0 +1,41 @@
+"""MLX's modules without their parts, and the same modules as another class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+
+def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """A model's modules that hold no others, and their paths."""
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return list(leaves)
+
+
+def as_kind(layer: nn.Module, kind: Any) -> Any:
+    """A layer of another class, with the same arrays and attributes."""
+    made = kind.__new__(kind)
+    # Arrays are items of a module, everything else attributes.
+    dict.update(made, layer)
+    vars(made).update(vars(layer))
+    return made
+
+
+def change_kinds(
+    model: nn.Module,
+    kinds: Mapping[type, Any],
+    suits: Callable[[Any], bool] = lambda layer: True,
+) -> None:
+    """Give the model's layers of some classes other ones, in place.
+
+    Args:
+        kinds: the class to give, by the exact class that a layer has.
+        suits: whether to change a layer.
+    """
+    for path, layer in leaves_of(model):
+        kind = kinds.get(type(layer))
+        if kind is not None and suits(layer):
+            model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
