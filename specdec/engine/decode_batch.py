@@ -478,6 +478,12 @@ class DecodeBatch:
         if len(running := self.unfinished) < len(self.slots):
             self._resize(len(running))
 
+    def widen(self, num_slots: int) -> None:
+        """Have at least ``num_slots`` slots."""
+        if num_slots > len(self.slots):
+            self._resize(num_slots)
+            self._note_lengths()
+
     def _resize(self, size: int) -> None:
         """Have ``size`` slots, at least as many as running rows; this copies all."""
         runs = [s is not None and s.finish_reason is None for s in self.slots]

@@ -301,6 +301,8 @@ class Engine:
         if self._running is None:
             self._running = joining
             self._retire()
+            if self._running is not None:
+                self._running.widen(slots)
         else:
             self._running.join(joining, slots)
 
@@ -367,25 +369,26 @@ class Engine:
     def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:
         """The number of slots for the joining rows, and for all rows after the join.
 
-        Idle slots, and two copies of a joining row's cache, need memory. If there is
-        not enough, there are as many slots as rows.
+        With static shapes, requests that wait only for these rows' prefill have slots
+        from the beginning, so that they join without a copy of all rows. Idle slots,
+        and two copies of a joining row's cache, need memory. If there is not enough,
+        there are as many slots as rows.
         """
 
         def slots(rows: int) -> int:
             return self._backend.rows_to_keep(self._scheduler.batch_size, rows)
 
-        rows = [*running, *joining]
-        own, then = slots(len(joining)), slots(len(rows))
-        if self._running is None:
-            held = own
-        else:
-            then = max(then, len(self._running.slots))
-            held = then + own
-        if held > len(rows) and not self._scheduler.affords(rows, held):
-            if self._running is not None:
-                self._running.compact()
-            return len(joining), len(rows)
-        return own, then
+        rows, own = [*running, *joining], slots(len(joining))
+        now = 0 if self._running is None else len(self._running.slots)
+        coming = min(self._scheduler.expected, self._scheduler.batch_size - len(rows))
+        for more in (coming, 0) if self._backend.static_shapes else (0,):
+            then = max(now, slots(len(rows) + more))
+            held = then if then == own and not now else then + own
+            if held <= len(rows) or self._scheduler.affords(rows, held):
+                return own, then
+        if self._running is not None:
+            self._running.compact()
+        return len(joining), len(rows)
 
     def _may_draft(
         self, drafter: Drafter, running: list[Request], requests: list[Request]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 
 from ..memory import largest_fitting
 from ..request import Request
@@ -20,7 +21,9 @@ def _free(requests: Sequence[Request]) -> int:
 class Scheduler:
     """The queue of requests that wait for a row.
 
-    No request overtakes another: one that does not fit holds back those after it.
+    First come, first served: a request that does not fit holds back those after it.
+    Of those that get a row, prompts of like length are prefilled together, the first
+    one's among them; the others follow at once.
 
     On some devices a join takes as long for one request as for several. If more
     requests could join together than rows are free, the free rows then wait: until they
@@ -81,7 +84,9 @@ class Scheduler:
         return gone
 
     def admit(self, running: Sequence[Request]) -> list[Request]:
-        """Take the requests that get a row now off the queue, in the order they came.
+        """Take requests that are prefilled together off the queue.
+
+        They are in the order they came, the first waiting request is one of them.
 
         Args:
             running: requests that have a row. If there are none, the first waiting
@@ -90,14 +95,14 @@ class Scheduler:
         places = max(0, self.batch_size - len(running))
         # One more than could join now: it shows whether waiting helps.
         first = list(islice(self._waiting, places + 1))
-        alike = first[: _number_alike(first)]
-        if running and self._is_early(places, len(alike)):
+        if running and self._is_early(places, len(_alike(first))):
             return []
-        alike = alike[:places]
-        admitted = alike[: self._number_fitting(running, alike)]
-        for _ in admitted:
-            self._waiting.popleft()
+        first = first[:places]
+        admitted = _alike(first[: self._number_fitting(running, first)])
+        if admitted:
             self._idle = 0
+            taken = set(map(id, admitted))
+            self._waiting = deque(s for s in self._waiting if id(s) not in taken)
         return admitted
 
     def _is_early(self, places: int, alike: int) -> bool:
@@ -150,16 +155,27 @@ def _same(some: Sequence[Request], others: Sequence[Request]) -> bool:
     return list(map(id, some)) == list(map(id, others))
 
 
-def _number_alike(rows: Sequence[Request]) -> int:
-    """How many prompts, from the first on, are prefilled together.
+def _alike(rows: Sequence[Request]) -> list[Request]:
+    """The most of ``rows``, the first one included, to be prefilled together.
 
-    They are padded to the longest of them, which may at most double the work. Prompts
-    after them join later.
+    They are padded to the longest of them, which at most doubles the work.
     """
-    longest = tokens = 0
-    for i, row in enumerate(rows):
-        length = len(row.prompt_tokens)
-        longest, tokens = max(longest, length), tokens + length
-        if longest * (i + 1) > MOST_PADDING * tokens:
-            return i
-    return len(rows)
+    if len(rows) < 2:
+        return list(rows)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt_tokens))
+    lengths = [len(rows[i].prompt_tokens) for i in order]
+    before = list(accumulate(lengths, initial=0))
+    first = order.index(0)
+
+    def too_padded(begin: int, end: int) -> bool:
+        tokens = before[end] - before[begin]
+        return lengths[end - 1] * (end - begin) > MOST_PADDING * tokens
+
+    best = range(first, first + 1)
+    for end in range(first + 1, len(rows) + 1):
+        # Rows that are shorter than half of the longest add to the padding: where a
+        # range is padded too much, so is each that begins earlier.
+        begin = bisect_left(range(first), True, key=lambda i: not too_padded(i, end))
+        if end - begin > len(best) and not too_padded(begin, end):
+            best = range(begin, end)
+    return [rows[i] for i in sorted(order[i] for i in best)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_row_that_never_fits_runs_alone() -> None:
     join_rounds=st.integers(0, 3),
     leaving=st.lists(st.integers(0, 4), max_size=40),
 )
-def test_every_row_is_admitted_once_in_order_within_bounds(
+def test_every_row_is_admitted_once_within_bounds(
     lengths: list[int],
     batch_size: int,
     budget: int,
@@ -91,17 +92,59 @@ def test_every_row_is_admitted_once_in_order_within_bounds(
     for index, length in enumerate(lengths):
         scheduler.add(row(index, length))
     running: list[Request] = []
-    order: list[int] = []
+    waiting = list(range(len(lengths)))
     for leave in [*leaving, *([0] * len(lengths))]:
+        free = batch_size - len(running)
         admitted = scheduler.admit(running)
-        order += indices(admitted)
+        if admitted:
+            # The first that waits is one of them, and nobody takes the place of
+            # another.
+            assert indices(admitted) == sorted(indices(admitted))
+            assert admitted[0].index == waiting[0]
+            assert set(indices(admitted)) <= set(waiting[:free])
+            assert max(len(s.prompt_tokens) for s in admitted) * len(
+                admitted
+            ) <= 2 * total(admitted)
+        waiting = [index for index in waiting if index not in indices(admitted)]
         running += admitted
         cost = sum(len(s.prompt_tokens) for s in running)
         assert len(running) <= batch_size
         assert cost <= budget or len(running) == 1
         if running:
             running.pop(leave % len(running))
-    assert order == list(range(len(lengths)))
+    assert not waiting
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9))
+def test_as_many_prompts_as_possible_are_read_together(lengths: list[int]) -> None:
+    """Among all runs of prompts in the order of their lengths."""
+    rows = [row(index, length) for index, length in enumerate(lengths)]
+    order = sorted(rows, key=lambda r: len(r.prompt_tokens))
+    most = 0
+    for i in range(len(order)):
+        for j in range(i + 1, len(order) + 1):
+            some = order[i:j]
+            longest = len(some[-1].prompt_tokens)
+            if rows[0] in some and longest * len(some) <= 2 * total(some):
+                most = max(most, len(some))
+    scheduler = Scheduler(len(rows))
+    for each in rows:
+        scheduler.add(each)
+    assert len(scheduler.admit([])) == most
+
+
+def test_a_long_prompt_among_short_ones_does_not_split_the_rest() -> None:
+    """Prompts in any order take few joins, not one at each long prompt."""
+    draw = random.Random(0)
+    scheduler = Scheduler(256)
+    for index in range(256):
+        scheduler.add(row(index, draw.choice((20, 25, 30, 40, 60, 200))))
+    running: list[Request] = []
+    groups = 0
+    while scheduler.waiting:
+        running += scheduler.admit(running)
+        groups += 1
+    assert groups == 2
 
 
 def test_rows_join_together_where_a_join_is_dear() -> None:
@@ -147,15 +190,15 @@ def test_no_row_stays_idle_for_others_that_would_be_of_no_use() -> None:
 
 
 def test_prompts_are_compared_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing to decide whether to wait, and again to choose, doubles the work."""
+    """To decide whether to wait; those that join are compared again, without others."""
     compared: list[int] = []
 
-    def number_alike(rows: Sequence[Request]) -> int:
+    def alike(rows: Sequence[Request]) -> list[Request]:
         compared.append(len(rows))
         return right(rows)
 
-    right = scheduler_module._number_alike
-    monkeypatch.setattr(scheduler_module, "_number_alike", number_alike)
+    right = scheduler_module._alike
+    monkeypatch.setattr(scheduler_module, "_alike", alike)
     scheduler = Scheduler(8, join_rounds=2)
     for index in range(20):
         scheduler.add(row(index))
@@ -163,7 +206,7 @@ def test_prompts_are_compared_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -
     compared.clear()
     waits = [scheduler.admit(running[2:]) for _ in range(8)]
     assert [len(admitted) for admitted in waits] == [0] * 7 + [2]
-    assert compared == [3] * 8
+    assert compared == [*[3] * 8, 2]
 
 
 def test_one_free_place_of_many_is_not_idle_for_long() -> None:

@@ -110,7 +110,8 @@ def test_a_job_meets_few_shapes_however_many_requests_it_has(
     assert len(full[1]) <= len(extents) * (2 + 3)
     # Neither they, nor those of chunks, nor graphs grow with the number of requests;
     # the last few rows, which nobody joins, decode in 4, 2 and 1 slots.
-    assert len(full[1]) <= len(full[0])
+    common = {extent for *_, extent in full[0]}
+    assert len([each for each in full[1] if each[-1] in common]) <= len(full[0])
     assert len(long[0]) <= len(short[0]) + 3
     assert len(long[1]) <= len(short[1]) + 6
     assert long[2] <= short[2] + 6
@@ -183,7 +184,7 @@ def test_joining_rows_copy_nobody(
         drafter=NgramDrafter() if draft == "ngram" else None,
     )  # fmt: skip
     assert len(joins) > 20
-    assert sum(joins) >= len(joins) - 2
+    assert all(joins)
 
 
 def test_rows_join_together_and_none_is_forgotten(
