@@ -40,15 +40,14 @@ class Watched(ModelRunner):
         self.made.append(super().rows(*args, **kwargs))
         return self.made[-1]
 
-    def reused(self, num_rows: int) -> list[int]:
-        """Of each row, in the order in which they began; not of idle slots."""
-        groups = [list(zip(r.reused, r._prompts, strict=True)) for r in self.made]
-        idle = sum(map(len, groups)) - num_rows if groups else 0
-        for group in groups:
-            while idle and not group[-1][1]:
-                group.pop()
-                idle -= 1
-        return [n for group in groups for n, _ in group]
+    def reused(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Of each prompt; those of like length begin together, in any order."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rows in self.made:
+            for prompt, n in zip(rows._prompts, rows.reused, strict=True):
+                found.setdefault(tuple(prompt), []).append(n)
+        # Equal prompts begin in their order. A prompt's last token is never prefilled.
+        return [found[tuple(p[:-1])].pop(0) for p in prompts]
 
 
 def decode(
@@ -89,5 +88,5 @@ def decode(
             tokens[output.request.index] += output.token_ids
     if store is not None:
         store.flush()
-    n = len(prompts)
-    return tokens, runner.reused(n), draft_runner.reused(n) if draft_runner else []
+    by_draft = draft_runner.reused(prompts) if draft_runner else []
+    return tokens, runner.reused(prompts), by_draft

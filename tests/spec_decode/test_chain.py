@@ -112,6 +112,7 @@ class Oracle(Drafter):
     """Knows how each row goes on, and says 0 to k tokens of it; some are wrong."""
 
     def __init__(self, whole: dict[tuple[int, ...], list[int]]):
+        whole = {(0,): [0], **whole}  # idle slots
         self.whole = {p: np.array([*w, *([0] * 16)]) for p, w in whole.items()}
         self.rng = random.Random(0)
         # What the rows of the newest round will have become.
