@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specdec.model_names import DEFAULT_DRAFT
 from specdec.tools.bench import figures as figures_module
 from specdec.tools.bench.cells import Cell, Unit, cells_of, conditions_of
 from specdec.tools.bench.counts import RoundCost
@@ -269,7 +270,13 @@ def test_what_is_said_of_a_gpu_was_measured() -> None:
     """A figure of the packaged draft that nobody measured, or of another one."""
     results = Path(__file__).parents[3] / "benchmarks" / "results"
     figures = Figures(Results.read(results / "jobs-smollm2-h200"))
-    autos = [f for f in figures.drafted if f.cell.num_draft_tokens == "auto"]
+    packaged = [f for f in figures.drafted if f.cell.draft == DEFAULT_DRAFT]
+    autos = sorted(packaged, key=lambda f: f.cell.batch)
+    assert [(f.cell.batch, f.cell.num_draft_tokens) for f in autos] == [
+        (1, "auto"),
+        (8, "auto"),
+        (32, "auto"),
+    ]
     said = [f"{median(f.ratios(figures.plain(f))):.2f}" for f in autos]
     assert f"{said[0]}, {said[1]} and {said[2]} times as fast as no draft" in ON_A_GPU
     jobs = [len(f.first.requests) for f in autos]
