@@ -16,6 +16,8 @@ PRIOR, DRIFT, PACE, NOISE = 0.2**2, 0.01**2, 0.06**2, 0.08**2
 MOST_VARIANCE = 0.7**2
 # Larger errors of a round's time are cut: a stall says nothing.
 MOST_ERROR = 0.3
+# How well costs are known that were corrected without being timed, in timed rounds.
+FEW_ROUNDS = 0
 # How much of an error a (rows, k) takes if the round before had the same, relative
 # to one that had another.
 UNCHANGED = 0.25
@@ -140,15 +142,18 @@ class Correction:
         log_factor: logarithm of their time over the time from measured forwards.
         rounds: how many were timed.
         seen: the number of the last one.
+        shaken: variance from a correction by plain rounds, of which no round of this
+            (rows, k) was timed.
     """
 
     log_factor: float = 0.0
     rounds: int = 0
     seen: int = 0
+    shaken: float = 0.0
 
     def variance(self, now: int) -> float:
         """Doubt about the factor: shrinks with every round, and grows with time."""
-        doubt = PRIOR / (1 + self.rounds) + DRIFT * (now - self.seen)
+        doubt = (PRIOR + self.shaken) / (1 + self.rounds) + DRIFT * (now - self.seen)
         return min(MOST_VARIANCE, doubt)
 
 
@@ -159,6 +164,11 @@ class RoundCosts:
     Only ratios decide which k is best. A change of time while k stays is the machine's
     pace (other load, a growing context), which all rounds share. An error when k
     changes is divided between the pace and the costs of the two k, by their variances.
+    If the pace has changed since a plain round was timed, it may also be that rounds
+    that draft have become slower, and plain ones have not: a busy host slows rounds of
+    many operations more. So plain rounds are doubted by that change, and the next one
+    corrects the costs of all k. How large a share of earlier changes plain rounds did
+    not have says how much of a change is doubted.
 
     Args:
         forwards: measured forwards.
@@ -171,6 +181,10 @@ class RoundCosts:
     new_shape: float = 0.0
     rounds: int = 0
     _pace: float | None = None
+    # The pace when a plain round was last timed; the share of changes since such
+    # rounds that only rounds that draft had.
+    _plain_pace: float = 0.0
+    _of_drafts: float = 1.0
     _last: tuple[int, int] | None = None
     _met: set[tuple[int, int]] = field(default_factory=set)
 
@@ -193,8 +207,11 @@ class RoundCosts:
         Args:
             doubt: assume it to be cheaper by this many standard deviations.
         """
-        if not k and not doubt:
-            return 1.0
+        if not k:
+            # Compared with rounds that draft, it may be cheaper.
+            doubted = self._correction(num_rows, 0).variance(self.rounds)
+            doubted += (self._of_drafts * self._moved) ** 2
+            return exp(-doubt * sqrt(doubted)) if doubt else 1.0
         known = self._correction(num_rows, k)
         ratio = self.forwards.round(num_rows, k) / self.forwards.round(num_rows, 0)
         # Drafting only adds work: if it seems cheaper, that is noise.
@@ -220,6 +237,11 @@ class RoundCosts:
             return None
         return exp(self._pace) * self.forwards.round(num_rows, 0)
 
+    @property
+    def _moved(self) -> float:
+        """How much the pace has changed since a plain round was timed."""
+        return 0.0 if self._pace is None else self._pace - self._plain_pace
+
     def observe(self, num_rows: int, k: int, seconds: float | None) -> bool:
         """Learn from a round.
 
@@ -240,21 +262,39 @@ class RoundCosts:
         worked_out = log(self.forwards.round(num_rows, k)) + own.log_factor
         found = log(max(seconds, LEAST_SECONDS)) - worked_out
         if self._pace is None:
-            self._pace = found
-        error = max(-MOST_ERROR, min(MOST_ERROR, found - self._pace))
-        # Divided by variances. If the cost of the k before is wrong, the pace has been
-        # estimated wrongly until now, by the same factor.
+            self._pace = self._plain_pace = found
+        moved = 0.0 if k else self._moved
+        least, most = min(-MOST_ERROR, -moved), max(MOST_ERROR, -moved)
+        error = max(least, min(most, found - self._pace))
+        # Divided by variances. If the costs of the k before are wrong, the pace has
+        # been estimated wrongly until now, by the same factor.
         of_own = of_last = 0.0
         if k:
             of_own = own.variance(self.rounds) * (UNCHANGED if key == self._last else 1)
         if self._last is not None and key != self._last and self._last[1]:
             last = self.corrections[self._last]
             of_last = last.variance(self.rounds)
-        step = error / (PACE + NOISE + of_own + of_last)
+        of_drafts = 0.0
+        if abs(moved) > MOST_ERROR:
+            share = max(0.0, min(1.0, -error / moved))
+            of_drafts = moved**2 if abs(error) > MOST_ERROR else 0.0
+            self._of_drafts = (self._of_drafts + share) / 2
+        step = error / (PACE + NOISE + of_own + of_last + of_drafts)
         own.log_factor += step * of_own
         if of_last:
             last.log_factor -= step * of_last
-        self._pace += step * (PACE + of_last)
+        self._pace += step * (PACE + of_last + of_drafts)
+        if of_drafts:
+            self._correct_drafts(-step * of_drafts)
+        if not k:
+            self._plain_pace = self._pace
         own.rounds, own.seen = own.rounds + 1, self.rounds
         self._last = key
         return True
+
+    def _correct_drafts(self, change: float) -> None:
+        """Correct the costs of all k > 0, which are known less well then."""
+        for (_, k), known in self.corrections.items():
+            if k:
+                known.log_factor += change
+                known.rounds, known.shaken = 0, change**2

@@ -167,10 +167,11 @@ class GoodputPolicy:
         return best
 
     def _worth_a_try(self, state: BatchState, rates: dict[int, float]) -> int:
-        """The cheapest k that may be better than the best, within the budget."""
+        """A k that may be better than the best: 0, else the cheapest to try."""
         best, reach = self._best, self.budget.reach
         if not reach:
             return best
+        rounds = min(LONGEST, TIMED + len(state.in_flight))
         hopes = self._rates(state, list(rates), doubt=DOUBT)
         tried = best
         for k, hope in hopes.items():
@@ -178,10 +179,12 @@ class GoodputPolicy:
             if k == best or hope < rates[best] * PROMISE or (not k and state.backlog):
                 continue
             loss = max(0.0, 1 - rates[k] / rates[best])
-            price = LONGEST * loss * self.costs.relative(state.num_rows, k)
+            price = rounds * loss * self.costs.relative(state.num_rows, k)
             price += self.costs.once(state.num_rows, k, state.backlog)
             if price < reach:
                 tried, reach = k, price
+                if not k:  # comes first: all costs are relative to it
+                    break
         return tried
 
     def may_pay(self, state: BatchState) -> bool:

@@ -70,6 +70,8 @@ class Simulation:
         noise: standard deviation of a round's time, as a share.
         lag: rounds that are in flight when the next is chosen.
         new_shape: seconds that a k takes longer when it is met first.
+        pace: times this factor, by the round's number.
+        slowed: rounds that draft take this times as long, by the round's number.
     """
 
     cost: Costs
@@ -80,6 +82,7 @@ class Simulation:
     lag: int = 0
     new_shape: float = 0.0
     pace: Callable[[int], float] = lambda number: 1.0
+    slowed: Callable[[int], float] = lambda number: 1.0
 
     def run(self, length: DraftLength, seed: int = 0) -> Result:
         rng = random.Random(seed)
@@ -109,7 +112,7 @@ class Simulation:
             if k not in met:
                 met.add(k)
                 took += self.new_shape
-            took *= self.pace(number)
+            took *= self.pace(number) * (self.slowed(number) if k else 1.0)
             outcome = RoundTiming(
                 self.num_rows, k, rows, took, backlog=backlog if k else 0
             )

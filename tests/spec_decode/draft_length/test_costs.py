@@ -68,6 +68,26 @@ def test_the_pace_of_the_machine_is_no_cost() -> None:
     assert found == pytest.approx(CPU(1, 2) / CPU(1, 0), rel=0.1)
 
 
+def test_a_plain_round_shows_whose_the_change_is() -> None:
+    """Rounds that draft become slower; the next plain one says whether all did."""
+    truth = CPU(1, 2) / CPU(1, 0)
+    for of_all in (False, True):
+        costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
+        run(costs, CPU, [0] * 4 + [2] * 50)
+        assert costs.relative(1, 0, doubt=1.0) > 0.8
+        run(costs, CPU, [2] * 30, pace=3.0)
+        assert costs.relative(1, 2) == pytest.approx(truth, rel=0.2)
+        assert costs.relative(1, 0, doubt=1.0) < 0.4
+        run(costs, CPU, [0], pace=3.0 if of_all else 1.0)
+        found = costs.relative(1, 2)
+        assert found == pytest.approx(truth if of_all else 3 * truth, rel=0.2)
+        # Other k are as much slower, and less sure.
+        assert (costs.relative(1, 4) > 2.5 * CPU(1, 4) / CPU(1, 0)) is not of_all
+        if of_all:  # the next change is doubted less
+            run(costs, CPU, [2] * 30, pace=9.0)
+            assert 0.5 < costs.relative(1, 0, doubt=1.0) < 0.7
+
+
 def test_a_block_costs_hardly_more_than_a_token() -> None:
     """Taken for steps, blocks would be kept short; of other batch sizes too."""
     costs = ForwardCosts([Forwards(2, {1: 1.0, 9: 1.8}, 0.01, draft_once=0.3)])

@@ -116,6 +116,20 @@ def test_acceptance_that_changes_midway(
         assert rate >= 0.97 * half.fixed(0)
 
 
+@pytest.mark.parametrize("slower", [2.5, 4.0])
+def test_rounds_that_draft_become_slower_midway(slower: float) -> None:
+    """Plain ones do not, as on a busy host: drafting stops, and resumes later."""
+    quiet = Simulation(gpu(0.1), _always(0.7), noise=0.1, lag=1)
+    busy = replace(quiet, rounds=500, slowed=lambda n: slower)
+    rates, resumed = [], []
+    for seed in range(4):
+        _, length = quiet.auto(seed=seed)
+        rates.append(busy.run(length, seed + 10).rate)
+        resumed.append(quiet.run(length, seed + 20).chosen[-100:])
+    assert sum(rates) / len(rates) >= 0.9 * quiet.fixed(0)
+    assert sum(k > 0 for ks in resumed for k in ks) >= 300
+
+
 def test_drafting_stops_where_it_cannot_pay() -> None:
     """When even a perfect draft would be slower, it is never tried."""
     simulation = Simulation(gpu(3.0), lambda n, row: 1.0, rounds=200)
