@@ -52,6 +52,8 @@ class Scheduler:
         # Idle rounds, summed over free rows: the most allowed, and the number so far.
         self._may_idle, self._idle = join_rounds * batch_size, 0
         self._waiting: deque[Request] = deque()
+        # Those passed over when the last ones were admitted: they do not wait again.
+        self._passed_over: list[Request] = []
         # The requests that last did not fit together. While they are the same, they
         # need not be checked again.
         self._too_many: list[Request] = []
@@ -86,7 +88,7 @@ class Scheduler:
     def admit(self, running: Sequence[Request]) -> list[Request]:
         """Take requests that are prefilled together off the queue.
 
-        They are in the order they came, the first waiting request is one of them.
+        They are in the order they came. The first waiting request is one of them.
 
         Args:
             running: requests that have a row. If there are none, the first waiting
@@ -95,24 +97,30 @@ class Scheduler:
         places = max(0, self.batch_size - len(running))
         # One more than could join now: it shows whether waiting helps.
         first = list(islice(self._waiting, places + 1))
-        if running and self._is_early(places, len(_alike(first))):
+        if running and self._is_early(places, first):
             return []
         first = first[:places]
         admitted = _alike(first[: self._number_fitting(running, first)])
         if admitted:
             self._idle = 0
             taken = set(map(id, admitted))
-            self._waiting = deque(s for s in self._waiting if id(s) not in taken)
+            window = [self._waiting.popleft() for _ in first]
+            self._passed_over = [s for s in window if id(s) not in taken]
+            self._waiting.extendleft(reversed(self._passed_over))
         return admitted
 
-    def _is_early(self, places: int, alike: int) -> bool:
+    def _is_early(self, places: int, first: Sequence[Request]) -> bool:
         """Whether to wait another round, so that more requests join together.
 
         Args:
             places: free rows.
-            alike: how many requests could join together if one more row were free.
+            first: the requests that could join if one more row were free.
         """
-        if 2 * places >= self.batch_size or alike <= places:
+        if 2 * places >= self.batch_size or len(first) <= places:
+            return False
+        if any(first[0] is s for s in self._passed_over):
+            return False
+        if len(_alike(first)) <= places:
             return False
         # In large batches no row waits for more than 16 times ``join_rounds``.
         self._idle += max(places, self.batch_size // 16)
@@ -156,7 +164,7 @@ def _same(some: Sequence[Request], others: Sequence[Request]) -> bool:
 
 
 def _alike(rows: Sequence[Request]) -> list[Request]:
-    """The most of ``rows``, the first one included, to be prefilled together.
+    """The most of ``rows`` next to each other in length, the first one included.
 
     They are padded to the longest of them, which at most doubles the work.
     """

@@ -209,6 +209,30 @@ def test_prompts_are_compared_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -
     assert compared == [*[3] * 8, 2]
 
 
+def test_requests_that_were_passed_over_join_in_the_next_round() -> None:
+    """Free rows wait for others after them, but not for those passed over."""
+    scheduler = Scheduler(32, join_rounds=4)
+    for index in range(64):
+        scheduler.add(row(index, 400 if index % 3 == 0 else 20))
+    running = scheduler.admit([])
+    assert 0 < len(running) < 32
+    for _ in range(4):
+        running += scheduler.admit(running)
+    assert len(running) == 32
+    assert scheduler.admit(running[1:]) == []  # one row is free: nobody passed over
+    assert sorted(indices(running))[:20] == list(range(20))
+
+
+def test_admitting_looks_at_no_more_than_the_free_rows() -> None:
+    scheduler = Scheduler(2)
+    for index in range(50):
+        scheduler.add(row(index))
+    queue = scheduler._waiting
+    scheduler.admit([])
+    assert scheduler._waiting is queue
+    assert indices(list(queue)) == list(range(2, 50))
+
+
 def test_one_free_place_of_many_is_not_idle_for_long() -> None:
     scheduler = Scheduler(256, join_rounds=4)
     for index in range(300):
