@@ -75,6 +75,12 @@ def _minutes(name: str, text: str) -> options.Option:
     "draft can learn more, and costs hardly more time on a GPU.",
     default=1,
 )
+@click.option(
+    "--begin-with",
+    metavar="DRAFT",
+    help="Train this draft further, for example on --prompts of your own. Its kind, "
+    "block size, form and layers are used.",
+)
 @_files(
     "--prompts",
     "Prompts for the target to answer and the draft to learn from, as for "
@@ -188,6 +194,11 @@ def distill(
     for name in ("block_size", "form"):
         if is_given(name) and same_names["kind"] != "block":
             raise click.UsageError(f"{dashed(name)} needs --kind block")
+    for name in ("kind", "block_size", "form", "layers", "widen"):
+        if is_given(name) and same_names["begin_with"] is not None:
+            raise click.UsageError(
+                f"{dashed(name)} comes from the draft of --begin-with: leave it out"
+            )
     if out is None and not dry_run:
         raise click.UsageError("--out is missing: name a folder for the draft")
     folder = None if out is None else Path(out).expanduser()

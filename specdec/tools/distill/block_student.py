@@ -81,6 +81,11 @@ class BlockStudent(Student):
         return weight
 
     @property
+    def stored_prefix(self) -> str:
+        """What comes before the names of learnt arrays in a head's file: nothing."""
+        return ""
+
+    @property
     def seen_width(self) -> int:
         """The width of a token's features and of its state after the last norm."""
         config = self.head.args

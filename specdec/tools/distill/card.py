@@ -45,6 +45,7 @@ def readme(card: dict[str, Any]) -> str:
         "and answers) |",
         f"| training | {training['steps']} steps, {training['tokens'] / 1e6:.1f} M "
         f"tokens, {training['seconds']:.0f} s |",
+        *_begun(card.get("began_with")),
         f"| made with | `{card['command']}` |",
         f"| on | {card['machine']['device']} ({card['machine']['backend']}), "
         f"mlx {card['machine']['mlx']}, specdec {card['machine']['specdec']} |",
@@ -82,6 +83,19 @@ def readme(card: dict[str, Any]) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _begun(earlier: dict[str, Any] | None) -> list[str]:
+    """A line for each draft that the training before this one made, newest first."""
+    if earlier is None:
+        return []
+    texts = earlier.get("data", {}).get("tokens", 0) / 1e6
+    line = (
+        f"| began with | {earlier['name']}, trained on {earlier['tokens'] / 1e6:.1f} M "
+        f"tokens in {earlier['seconds']:.0f} s, of {texts:.1f} M tokens of texts, "
+        f"with `{earlier['command']}` |"
+    )
+    return [line, *_begun(earlier.get("began_with"))]
 
 
 def _stored(bits: int | None, dtype: str, *, own: bool) -> str:

@@ -17,6 +17,7 @@ from ...models.draft_folder import FORMAT, fingerprint, read_card
 from ...models.precision import DTYPES
 from ...utils.files import remove_leftovers
 from . import checkpoint
+from .beginning import as_begun, take_weights
 from .evaluate import HeldOut, TargetStates, measure_rounds
 from .export import export, write_card
 from .loss import ChunkedLoss
@@ -51,13 +52,16 @@ class Job:
     """
 
     def __init__(self, options: Options, say: Say, check: Check = go_on):
-        self.options = options
+        self.options = options = as_begun(options)
         self._say = say
         self._check = check
         self._given = Given.read(options)  # errors come before a model is loaded
         self.target = load_target(options)
         self.plan = Plan.of(self.target, options)
         self.student = self.plan.student
+        self._began_with: dict[str, Any] | None = None
+        if options.begin_with is not None:
+            self._began_with = take_weights(self.student, options.begin_with)
         self._fingerprint = fingerprint(self.target.model)
 
     def run(self) -> dict[str, Any]:
@@ -183,7 +187,13 @@ class Job:
             "optimizer": OPTIMIZER,
             "learning_rate": options.learning_rate,
             **self._block(),
+            **self._beginning(),
         }
+
+    def _beginning(self) -> dict[str, Any]:
+        """What training began with, if not with the target's layers."""
+        begun = self._began_with
+        return {} if begun is None else {"began_with": begun}
 
     def _block(self) -> dict[str, Any]:
         """Options that only a block head has; empty for a draft of layers."""
@@ -274,6 +284,7 @@ class Job:
             "dtype": options.computing,
             "embedding": "target" if options.shares_embedding else "own",
             **self._block(),
+            **self._beginning(),
             "data": {
                 "documents": len(material.documents),
                 "tokens": material.num_tokens,

@@ -103,11 +103,8 @@ class ChunkedLoss:
             head: mx.array,
             bias_head: Sequence[mx.array],
         ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-            width = head.shape[1]
-            logits = hs[:, :width] @ head.T
-            for matrix in bias_head:
-                logits = logits + hs[:, width:] @ matrix.T
-            return _distances(logits, ht @ head.T, weights, hard, slots)
+            both = mx.concatenate([head, *bias_head], axis=1)
+            return _distances(hs @ both.T, ht @ head.T, weights, hard, slots)
 
         def with_gradients(
             hs: mx.array,
@@ -118,10 +115,10 @@ class ChunkedLoss:
         ) -> tuple[mx.array, ...]:
             *sums, gradient = distances(hs, ht, weights, head, bias_head)
             gradient = gradient.astype(head.dtype)
-            by_state = [gradient @ matrix for matrix in (head, *bias_head)]
+            by_state = gradient @ mx.concatenate([head, *bias_head], axis=1)
             by_matrix = (gradient.T @ hs[:, head.shape[1] :] for _ in bias_head)
             summed = [each.astype(mx.float32) for each in by_matrix]
-            return (*sums, mx.concatenate(by_state, axis=-1), *summed)
+            return (*sums, by_state, *summed)
 
         def without(
             hs: mx.array,

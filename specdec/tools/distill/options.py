@@ -63,6 +63,8 @@ class Options:
     Args:
         out: the draft's folder; a dry run needs none.
         texts: files of ``--text``.
+        begin_with: a draft whose weights training begins with, and whose kind, form,
+            block size, layers and width are used.
         bits: bits of the stored layers' matrices; ``None`` leaves them unpacked.
         hard: share of the loss that uses only the target's arg-max.
         turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.
@@ -79,6 +81,7 @@ class Options:
     block_size: int = 8
     layers: str = "4"
     widen: int = 1
+    begin_with: str | None = None
     budget: Budget
     data_minutes: float | None = None
     data_tokens: int | None = None

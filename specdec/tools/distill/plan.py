@@ -20,6 +20,7 @@ from ...models.loaded import Described
 from ...models.model_outline import outline
 from ...models.precision import DTYPES
 from ...utils.sizes import format_size
+from .beginning import as_begun
 from .block_student import make_block_student
 from .loss import ChunkedLoss
 from .material import Given
@@ -173,6 +174,7 @@ def check_target(options: Options) -> None:
         UnsupportedModelError: the target is not supported.
         ConfigError: the target does not have the layers asked for.
     """
+    options = as_begun(options)
     found = outlined(options)
     if found is not None:
         _layers(found, options)
@@ -187,6 +189,7 @@ def describe(options: Options) -> list[str]:
         ModelError: the target cannot be found or read.
         PromptError: a user's file cannot be read.
     """
+    options = as_begun(options)
     Given.read(options)  # raises as the run would
     target = outlined(options) or load_target(options)  # it may be on the hub
     plan, dtype = Plan.of(target, options), DTYPES[options.computing]

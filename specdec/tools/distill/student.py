@@ -74,6 +74,11 @@ class Student(ABC):
         return None
 
     @property
+    def stored_prefix(self) -> str:
+        """What comes before the names of learnt arrays in a draft's file."""
+        return f"{self.prefix}model."
+
+    @property
     def seen_width(self) -> int:
         """How many of the target's numbers are needed for a token."""
         width: int = self.source["model"]["norm"]["weight"].size

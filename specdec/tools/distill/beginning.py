@@ -1,0 +1,118 @@
+"""Begin with the weights of a draft that was made before, and train them further."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ...errors import ConfigError, ModelError
+from ...models.draft_folder import read_card
+from ...model_names import ModelDraft
+from ...utils.data_files import DataError, check_shape, read_json
+from .options import Options
+from .storage import read_arrays
+from .student import Student
+
+_WEIGHTS = "model.safetensors"
+# The keys of a card that say what the draft looks like.
+_SHAPE = {
+    "layers": [int],
+    "widen": int,
+    "kind?": str,
+    "form?": str,
+    "block_size?": int,
+}
+
+
+def as_begun(options: Options) -> Options:
+    """The options, with kind, form, block size and layers of the draft to begin with.
+
+    Raises:
+        ConfigError: ``specdec distill`` did not make the draft, or ``out`` is its
+            folder.
+    """
+    if options.begin_with is None:
+        return options
+    folder = _folder(options.begin_with)
+    card = read_card(folder)
+    if card is None:
+        raise ConfigError(
+            f"{options.begin_with} is no draft that specdec distill made, and training "
+            "can begin with no other: name its folder"
+        )
+    if options.out is not None and options.out.expanduser().resolve() == folder:
+        raise ConfigError(f"out is {folder}, which training begins with: name another")
+    try:
+        check_shape(card, _SHAPE)
+        config = check_shape(read_json(folder / "config.json"), dict)
+    except (OSError, DataError) as error:
+        raise ModelError(f"{folder} cannot be read ({error}): make it again") from error
+    layers = card["layers"]
+    # A single layer, and layers that began at random, are given by their number.
+    listed = ",".join(map(str, layers)) if len(layers) > 1 else ""
+    of_block = {n: card[n] for n in ("kind", "form", "block_size") if n in card}
+    return replace(
+        options,
+        **({"kind": "layers"} | of_block),
+        layers=listed or str(config.get("num_hidden_layers", 1)),
+        widen=card["widen"],
+    )
+
+
+def take_weights(student: Student, source: str) -> dict[str, Any]:
+    """Put the weights of a draft into a student of the same shape.
+
+    Returns:
+        What the new draft's card says about the old one.
+
+    Raises:
+        ModelError: the weights cannot be read, or have other shapes.
+    """
+    folder = _folder(source)
+    arrays, _ = read_arrays(folder / _WEIGHTS)
+    card: dict[str, Any] = read_card(folder) or {}
+    packing = read_json(folder / "config.json").get("quantization") or {}
+    leaves: Any = tree_flatten(student.parameters)
+    found = []
+    for name, array in leaves:
+        stored = _unpacked(arrays, student.stored_prefix + name, packing)
+        if stored is None or stored.shape != array.shape:
+            raise ModelError(
+                f"{source} cannot be trained further: its {name} does not fit the "
+                "target: name the target that it was made for"
+            )
+        found.append((name, stored))
+    student.load(tree_unflatten(found))
+    mx.eval(student.model.parameters())
+    earlier = {key: card[key] for key in ("command", "data") if key in card}
+    trained = card.get("training") or {}
+    earlier |= {key: trained[key] for key in ("tokens", "seconds") if key in trained}
+    if "began_with" in card:
+        earlier["began_with"] = card["began_with"]
+    digest = hashlib.sha256((folder / _WEIGHTS).read_bytes()).hexdigest()
+    return {"name": Path(source).name, "digest": digest[:16], **earlier}
+
+
+def _folder(source: str) -> Path:
+    return Path(ModelDraft.of(source).source).expanduser().resolve()
+
+
+def _unpacked(arrays: dict[str, mx.array], name: str, packing: Any) -> mx.array | None:
+    """A stored array; a packed matrix is unpacked."""
+    path = name.removesuffix(".weight")
+    if f"{path}.scales" not in arrays:
+        return arrays.get(name)
+    own = packing.get(path)
+    chosen = own if isinstance(own, dict) else packing
+    return mx.dequantize(
+        arrays[name],
+        arrays[f"{path}.scales"],
+        arrays[f"{path}.biases"],
+        group_size=chosen.get("group_size", 64),
+        bits=chosen.get("bits", 4),
+    )

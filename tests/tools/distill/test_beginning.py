@@ -1,0 +1,116 @@
+"""Training that begins with a draft that was made before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+
+from specdec.errors import ConfigError, ModelError
+from specdec.models import load_draft
+from specdec.tools.distill.beginning import as_begun
+from specdec.tools.distill.job import Job
+from specdec.tools.distill.options import Options
+
+from .harness import longer, options, quietly, run, write_target
+
+FORMS: dict[str, dict[str, Any]] = {
+    "layers": {"widen": 2},
+    "packed layers": {"bits": 4, "layers": "1,3", "layers_only": True},
+    "one layer": {"layers": "1"},
+    "block": {"kind": "block", "block_size": 5, "form": "dflash"},
+    "packed block": {"kind": "block", "bits": 4, "widen": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("beginning") / "target"
+    return write_target(folder, hidden_size=64, num_attention_heads=2)
+
+
+@pytest.fixture(params=FORMS)
+def made(
+    request: pytest.FixtureRequest, target: Path, tmp_path: Path
+) -> tuple[Options, Path]:
+    wanted = options(target, tmp_path / "first", **FORMS[request.param])
+    run(longer(wanted, 600))
+    return wanted, tmp_path / "first"
+
+
+def begun(target: Path, tmp_path: Path, first: Path, **changes: Any) -> Options:
+    return options(target, tmp_path / "second", begin_with=str(first), **changes)
+
+
+def test_it_begins_with_the_weights_of_the_draft(
+    made: tuple[Options, Path], target: Path, tmp_path: Path
+) -> None:
+    earlier, first = made
+    job = Job(begun(target, tmp_path, first), quietly)
+
+    draft = dequantize_model(load_draft(str(first), job.target).model)
+    reference = job.student
+    learnt: Any = tree_flatten(replace(reference, model=draft).parameters)
+    found: Any = dict(tree_flatten(reference.parameters))
+    assert found.keys() == dict(learnt).keys()
+    for name, array in learnt:
+        assert mx.allclose(found[name], array, atol=1e-6), name
+    for name in ("kind", "widen", "block_size", "form"):
+        if earlier.kind == "block" or name in ("kind", "widen"):
+            assert getattr(job.options, name) == getattr(earlier, name)
+
+
+def test_the_card_says_what_it_began_with(
+    made: tuple[Options, Path], target: Path, tmp_path: Path
+) -> None:
+    _, first = made
+    wanted = longer(begun(target, tmp_path, first), 600)
+    card = run(wanted)
+    assert card["began_with"]["tokens"] >= 600
+    assert "| began with | first" in (tmp_path / "second/README.md").read_text("utf-8")
+
+    third = options(target, tmp_path / "third", begin_with=str(tmp_path / "second"))
+    card = run(longer(third, 600))
+    assert card["began_with"]["began_with"]["name"] == "first"
+    assert (tmp_path / "third/README.md").read_text("utf-8").count("| began with") == 2
+
+
+def test_it_resumes(target: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    run(longer(options(target, first), 600))
+    wanted = begun(target, tmp_path, first)
+    run(longer(wanted, 600))
+    lines: list[str] = []
+    Job(replace(longer(wanted, 1200), resume=True), lines.append).run()
+    assert any(line.startswith("going on after step") for line in lines)
+
+    run(longer(options(target, first, seed=1), 600))
+    with pytest.raises(ModelError, match="was made with began_with"):
+        Job(replace(longer(wanted, 1200), resume=True), quietly).run()
+
+
+def test_a_draft_for_a_target_of_another_shape_is_refused(
+    target: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    run(longer(options(target, first), 600))
+    other = write_target(tmp_path / "other", hidden_size=48, num_attention_heads=2)
+    with pytest.raises(ModelError, match="does not fit the target"):
+        Job(begun(other, tmp_path, first), quietly)
+
+
+def test_only_drafts_that_distill_made(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no draft that specdec distill made"):
+        as_begun(begun(target, tmp_path, target))
+
+
+def test_the_old_draft_is_not_replaced(target: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    run(longer(options(target, first), 600))
+    with pytest.raises(ConfigError, match="which training begins with"):
+        as_begun(replace(begun(target, tmp_path, first), out=first))
