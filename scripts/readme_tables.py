@@ -64,7 +64,7 @@ JOBS = [
     for system in (
         "mlx-lm, generate_step" if batch == 1 else "mlx-lm, batch_generate",
         "specdec, no draft",
-        "specdec, smollm2-135m-instruct, auto",
+        "specdec, head, auto",
     )
 ]
 
@@ -75,17 +75,17 @@ TABLES = {
     "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms", "peak")),
     "cpu-draft": Table("acceptance-quick", "SmolLM2 with its draft, two CPU cores", ("batch", "rate", "tokens per round", "/ no draft"), ("batch 1: specdec, smollm2-135m-instruct, k = 3", "batch 4: specdec, smollm2-135m-instruct, k = 3")),
     "h200-plain": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
-    "h200-jobs": Table("jobs-smollm2-h200", "one H200, whole jobs", ("batch", "job tokens/s", "/ mlx-lm"), JOBS),
+    "h200-jobs": Table("jobs-smollm2-h200", "one H200, whole jobs", ("batch", "job tokens/s", "/ no draft", "/ mlx-lm"), JOBS),
     "h200-auto": Table(
         (
-            ("draft-length-smollm2-gsm8k-b1-h200", SMOLLM2.format(1), "SmolLM2 and its draft, GSM8K"),
+            ("draft-length-smollm2-gsm8k-b1-h200", SMOLLM2.format(1), "SmolLM2 and four layers, GSM8K"),
             ("draft-length-smollm2-gsm8k-b1-once-h200", SMOLLM2.format(1), "the same again"),
-            ("draft-length-smollm2-gsm8k-b8-waiting-h200", SMOLLM2.format(8), "SmolLM2 and its draft, GSM8K"),
-            ("draft-length-smollm2-gsm8k-b32-waiting-h200", SMOLLM2.format(32), "SmolLM2 and its draft, GSM8K"),
+            ("draft-length-smollm2-gsm8k-b8-waiting-h200", SMOLLM2.format(8), "SmolLM2 and four layers, GSM8K"),
+            ("draft-length-smollm2-gsm8k-b32-waiting-h200", SMOLLM2.format(32), "SmolLM2 and four layers, GSM8K"),
             ("draft-length-smollm2-gsm8k-b32-waiting-once-h200", SMOLLM2.format(32), "the same again"),
-            ("draft-length-smollm2-humaneval-b1-h200", SMOLLM2.format(1), "SmolLM2 and its draft, HumanEval"),
-            ("draft-length-smollm2-humaneval-b8-waiting-h200", SMOLLM2.format(8), "SmolLM2 and its draft, HumanEval"),
-            ("draft-length-smollm2-humaneval-b32-waiting-h200", SMOLLM2.format(32), "SmolLM2 and its draft, HumanEval"),
+            ("draft-length-smollm2-humaneval-b1-h200", SMOLLM2.format(1), "SmolLM2 and four layers, HumanEval"),
+            ("draft-length-smollm2-humaneval-b8-waiting-h200", SMOLLM2.format(8), "SmolLM2 and four layers, HumanEval"),
+            ("draft-length-smollm2-humaneval-b32-waiting-h200", SMOLLM2.format(32), "SmolLM2 and four layers, HumanEval"),
             ("draft-length-ngram-b1-h200", "ngram B=1 k=auto", "Qwen 1.5B and `ngram`, HumanEval"),
             ("draft-length-ngram-b8-waiting-h200", "ngram B=8 k=auto", "Qwen 1.5B and `ngram`, HumanEval"),
             ("draft-length-qwen-b32-kernel-h200", "ngram B=32 k=auto", "Qwen 1.5B and `ngram`, HumanEval"),
@@ -351,7 +351,7 @@ def of_recipe(figures: Figures) -> Iterator[Row]:
             k=str(cell.num_draft_tokens or ""),
             first=Pass.of_job(f.first),
             passes=list(map(Pass.of_job, f.counted)),
-            plain=[] if plain in (None, f) else list(map(Pass.of_job, plain.counted)),
+            plain=[] if plain in (None, f) or not cell.drafts else list(map(Pass.of_job, plain.counted)),
             mlx_lm=[]
             if theirs in (None, f)
             else list(map(Pass.of_job, theirs.counted)),

@@ -12,7 +12,8 @@ from specdec.model_names import DEFAULT_DRAFT
 from specdec.tools.distill.card import readme
 
 FOLDER = Path(specdec.__file__).parent / "drafts" / DEFAULT_DRAFT
-MOST_BYTES = 16_000_000
+# The package stays below 20 MB.
+MOST_BYTES = 19_000_000
 
 
 def test_its_files_fit_each_other() -> None:
@@ -20,13 +21,15 @@ def test_its_files_fit_each_other() -> None:
     config = json.loads((FOLDER / "config.json").read_text("utf-8"))
     weights = mx.load(str(FOLDER / "model.safetensors"))
     assert isinstance(weights, dict)
-    layers = {name.split(".")[2] for name in weights if name.startswith("model.layers")}
+    layers = {name.split(".")[1] for name in weights if name.startswith("layers")}
     assert len(layers) == len(card["layers"]) == config["num_hidden_layers"]
     # A width of the MLPs that the card names, packed in the bits that it names.
-    packed = weights["model.layers.0.mlp.down_proj.weight"]
+    packed = weights["layers.0.mlp.down_proj.weight"]
     assert packed.shape[1] * 32 // card["bits"] == config["intermediate_size"]
     assert config["quantization"]["bits"] == card["bits"]
     assert config["intermediate_size"] == 1536 * card["widen"]
+    assert config["block_size"] == card["block_size"]
+    assert len(config["target_layer_ids"]) == len(card["layers"])
     assert not any("embed_tokens" in name or "lm_head" in name for name in weights)
 
 
