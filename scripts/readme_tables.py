@@ -351,7 +351,7 @@ def of_recipe(figures: Figures) -> Iterator[Row]:
             k=str(cell.num_draft_tokens or ""),
             first=Pass.of_job(f.first),
             passes=list(map(Pass.of_job, f.counted)),
-            plain=[] if plain in (None, f) or not cell.drafts else list(map(Pass.of_job, plain.counted)),
+            plain=[] if plain in (None, f) else list(map(Pass.of_job, plain.counted)),
             mlx_lm=[]
             if theirs in (None, f)
             else list(map(Pass.of_job, theirs.counted)),
