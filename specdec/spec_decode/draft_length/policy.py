@@ -14,6 +14,9 @@ LADDER = (0, 1, 2, 4, 8)
 # standard deviations better than known. The k changes if another is SWITCH times
 # better.
 PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
+# A longer k than acceptance was measured for is chosen from too, if its rounds cost at
+# most this many times as much: a block drafts few tokens in the time of many.
+HARDLY_MORE = 1.15
 # A k that was chosen stays until TIMED of its rounds were timed, for LONGEST rounds at
 # most.
 TIMED, LONGEST = 2, 6
@@ -111,11 +114,19 @@ class GoodputPolicy:
         return self._worth_a_try(state, rates) if k == best else best
 
     def _ladder(self, state: BatchState) -> list[int]:
-        """The values of k to choose from: a few positions beyond those tried."""
+        """The values of k to choose from: a few positions beyond those tried.
+
+        Longer ones are in reach where they cost hardly more.
+        """
         room = min(self.max_draft_tokens, max(state.room, default=0))
         top = min(room, 2 * self.acceptance.measured + 1)
-        ks = [k for k in LADDER if k <= top]
-        return ks if top < room or room in ks else [*ks, room]
+        most = HARDLY_MORE * self.costs.relative(state.num_rows, top)
+        return [
+            k
+            for k in sorted({*LADDER, room})
+            if k <= top
+            or (k <= room and self.costs.relative(state.num_rows, k) <= most)
+        ]
 
     def _rates(
         self, state: BatchState, ks: Sequence[int], *, doubt: float = 0.0

@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...errors import ConfigError, ModelError
-from ...models.draft_folder import read_card
 from ...model_names import ModelDraft
+from ...models.draft_folder import read_card
 from ...utils.data_files import DataError, check_shape, read_json
 from .options import Options
 from .storage import read_arrays
@@ -26,6 +26,7 @@ _SHAPE = {
     "kind?": str,
     "form?": str,
     "block_size?": int,
+    "training": {"tokens": int, "seconds": float},
 }
 
 
@@ -89,11 +90,9 @@ def take_weights(student: Student, source: str) -> dict[str, Any]:
         found.append((name, stored))
     student.load(tree_unflatten(found))
     mx.eval(student.model.parameters())
-    earlier = {key: card[key] for key in ("command", "data") if key in card}
-    trained = card.get("training") or {}
-    earlier |= {key: trained[key] for key in ("tokens", "seconds") if key in trained}
-    if "began_with" in card:
-        earlier["began_with"] = card["began_with"]
+    kept = ("command", "data", "began_with")
+    earlier: dict[str, Any] = {key: card[key] for key in kept if key in card}
+    earlier |= {key: card["training"][key] for key in ("tokens", "seconds")}
     digest = hashlib.sha256((folder / _WEIGHTS).read_bytes()).hexdigest()
     return {"name": Path(source).name, "digest": digest[:16], **earlier}
 

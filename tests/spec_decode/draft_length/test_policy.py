@@ -81,6 +81,34 @@ def test_never_slower(scenario: str) -> None:
         assert mean >= 0.95 * best, (measured, f"best fixed k is {k}")
 
 
+@pytest.mark.parametrize(
+    ("draft_step", "draft_once", "per_token", "first"),
+    [
+        (0.01, 0.4, 0.01, 6),  # a block head on a GPU
+        (0.2, 0.0, 0.01, 1),  # a draft of layers on a GPU
+        (0.01, 0.4, 0.3, 1),  # a block head on a CPU, if it pays at all
+    ],
+)
+def test_a_block_is_drafted_whole_from_the_beginning(
+    draft_step: float, draft_once: float, per_token: float, first: int
+) -> None:
+    """Shorter ones would cost as much, and be a shape each."""
+    verify = {s: 1 + per_token * (s - 1) for s in (1, 2, 5)}
+    forwards = Forwards(1, verify, draft_step, draft_once)
+    policy = GoodputPolicy(RoundCosts(ForwardCosts([forwards])), max_draft_tokens=6)
+    state = BatchState(1, [6], 1000, left={0: 1000})
+    chosen = []
+    for _ in range(3):
+        chosen.append(policy.choose(state))
+        k, seconds = chosen[-1], forwards.verify[1]
+        if k:
+            seconds = policy.costs.forwards.round(1, k)
+        policy.observe(RoundTiming(1, k, [(k, k)] if k else [], seconds, True))
+    drafted = [k for k in chosen if k]
+    assert chosen[0] == 0
+    assert not drafted or drafted[0] == first
+
+
 @pytest.mark.parametrize("scenario", ["always wrong", "always wrong, as dear"])
 def test_a_short_run_loses_little(scenario: str) -> None:
     """Nothing is known of the draft: what finding out costs, in 100 rounds."""
