@@ -56,7 +56,9 @@ def as_begun(options: Options) -> Options:
     layers = card["layers"]
     # A single layer, and layers that began at random, are given by their number.
     listed = ",".join(map(str, layers)) if len(layers) > 1 else ""
-    of_block = {n: card[n] for n in ("kind", "form", "block_size") if n in card}
+    of_block: dict[str, Any] = {
+        n: card[n] for n in ("kind", "form", "block_size") if n in card
+    }
     return replace(
         options,
         **({"kind": "layers"} | of_block),
