@@ -93,6 +93,7 @@ class Results:
         starts: every process that added results.
         passes: the passes of every cell, by their number.
         profiles: the profiled rounds of every cell.
+        refused: cells that their system cannot run.
     """
 
     recipe: dict[str, Any]
@@ -100,9 +101,12 @@ class Results:
     starts: list[Start] = field(default_factory=list)
     passes: dict[Cell, dict[int, JobRecord]] = field(default_factory=dict)
     profiles: dict[Cell, list[ProfiledRound]] = field(default_factory=dict)
+    refused: set[Cell] = field(default_factory=set)
 
     def has(self, unit: Unit) -> bool:
-        """Whether the results of a unit are there."""
+        """Whether the results of a unit are there, as far as there can be any."""
+        if unit.cell in self.refused:
+            return True
         if unit.number is None:
             return unit.cell in self.profiles
         return unit.number in self.passes.get(unit.cell, {})
@@ -115,9 +119,12 @@ class Results:
             return
         if kind == "pass":
             raise DataError("version 0.1 measured it: see the report beside it")
-        if kind not in ("job", "profile"):
+        if kind not in ("job", "profile", "refused"):
             raise DataError(f"its kind is {quoted(kind)}")
         cell = read_record(Cell, line.get("cell"), "cell")
+        if kind == "refused":
+            self.refused.add(cell)
+            return
         if kind == "job":
             record = read_record(JobRecord, check_shape(line, {"pass": int}))
             fits = _fits(record)
@@ -238,6 +245,12 @@ class RawFile:
         else:
             line |= {"kind": "profile", "rounds": [asdict(each) for each in found]}
         self._add(line)
+
+    def refuse(self, cell: Cell) -> None:
+        """Note that a cell's system cannot run it, so that nobody waits for it."""
+        assert self.results is not None
+        if cell not in self.results.refused:
+            self._add({"cell": asdict(cell), "kind": "refused"})
 
     def _add(self, line: Line) -> None:
         assert self.results is not None

@@ -17,6 +17,7 @@ from ...cuda.fused_linear import separated
 from ...decoder import SpecDecoder, wired_memory
 from ...model_names import DEFAULT_TARGET, DraftSpec, named_draft
 from ...models import LoadedModel, map_vocabulary
+from ...models.draft_heads import DraftHead
 from ...prompts import Prompt
 from ...sampling_params import SamplingParams
 from ...spec_decode import NamedDrafter
@@ -75,6 +76,13 @@ class Bench:
         }
         self._kept: dict[Cell, SpecDecoder] = {}
         self._separated: dict[int, nn.Module] = {}
+
+    def refuses(self, cell: Cell) -> bool:
+        """Whether the cell's system cannot run it: mlx-lm has no draft heads."""
+        if cell.system != "mlx-lm speculative" or cell.draft is None:
+            return False
+        loaded = self._drafts[cell.draft].model
+        return loaded is not None and isinstance(loaded.model, DraftHead)
 
     def run_pass(self, cell: Cell, rate: float = 0.0) -> JobRecord:
         """Run one job of a cell.
@@ -213,10 +221,12 @@ def run_recipe(
     raw = RawFile(folder, recipe.to_dict())
     units = list(units_of(recipe))
     minutes = recipe.run.minutes
-    missing = [unit for unit in units if not raw.has(unit)]
-    if missing or raw.results is None:
+    if raw.results is None or not all(map(raw.has, units)):
         bench = Bench(recipe, clock, trust_remote_code=trust_remote_code)
         raw.begin(_described(bench.prompts), origin(command))
+        for cell in filter(bench.refuses, dict.fromkeys(u.cell for u in units)):
+            raw.refuse(cell)
+        missing = [unit for unit in units if not raw.has(unit)]
         begun = clock()
         brackets = progress(len(units), len(units) - len(missing)) if progress else None
         with wired_memory():

@@ -32,6 +32,7 @@ from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import block, report, write_report
 from specdec.utils.records import read_record
 
+from ...models.draft_heads.published import dflash_config, write_head
 from ...models.folders import write_folder
 from ...models.gguf_files import byte_level
 from .conftest import TINY, Tiny, run
@@ -512,3 +513,24 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path, tiny: Tiny) -> None:
     (found,) = figures.drafted
     assert found.acceptance().drafted > 0
     assert found.acceptance().accepted == found.acceptance().drafted
+
+
+def test_mlx_lm_runs_no_draft_head(tiny: Tiny, tmp_path: Path) -> None:
+    """Its speculation is left out, and the folder is complete without it."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "vocab_size": 256}
+    config = dflash_config(**sizes, num_target_layers=2)
+    config["dflash_config"] = {"mask_token_id": 1, "target_layer_ids": [0, 0, 1]}
+    write_head(tmp_path / "head", config)
+    recipe = tiny(f"draft={tmp_path / 'head'}", "repeat=1", "batch=1")
+    run(recipe, tmp_path / "out")
+    results = Results.read(tmp_path / "out")
+    (refused,) = results.refused
+    assert refused.system == "mlx-lm speculative"
+    assert not Figures(results).missing
+    drafted = [c for c in results.passes if c.draft and c.system == "specdec"]
+    assert len(drafted) == 2
+    assert any(results.profiles[cell] for cell in drafted if cell in results.profiles)
+
+    before = (tmp_path / "out/raw.jsonl").read_bytes()
+    run(recipe, tmp_path / "out")
+    assert (tmp_path / "out/raw.jsonl").read_bytes() == before
