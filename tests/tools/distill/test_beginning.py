@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,23 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(folder, hidden_size=64, num_attention_heads=2)
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(scope="module", params=FORMS)
 def made(
-    request: pytest.FixtureRequest, target: Path, tmp_path: Path
+    request: pytest.FixtureRequest,
+    target: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Options, Path]:
-    wanted = options(target, tmp_path / "first", **FORMS[request.param])
-    run(longer(wanted, 600))
-    return wanted, tmp_path / "first"
+    first = tmp_path_factory.mktemp("made") / "first"
+    wanted = options(target, first, **FORMS[request.param])
+    run(longer(wanted, 300))
+    return wanted, first
+
+
+@pytest.fixture(scope="module")
+def layers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    first = tmp_path_factory.mktemp("layers") / "first"
+    run(longer(options(target, first), 300))
+    return first
 
 
 def begun(target: Path, tmp_path: Path, first: Path, **changes: Any) -> Options:
@@ -66,42 +77,49 @@ def test_it_begins_with_the_weights_of_the_draft(
 
 
 def test_the_card_says_what_it_began_with(
-    made: tuple[Options, Path], target: Path, tmp_path: Path
+    layers: Path, target: Path, tmp_path: Path
 ) -> None:
-    _, first = made
-    wanted = longer(begun(target, tmp_path, first), 600)
-    card = run(wanted)
-    assert card["began_with"]["tokens"] >= 600
+    card = run(longer(begun(target, tmp_path, layers), 300))
+    assert card["began_with"]["tokens"] >= 300
     assert "| began with | first" in (tmp_path / "second/README.md").read_text("utf-8")
 
     third = options(target, tmp_path / "third", begin_with=str(tmp_path / "second"))
-    card = run(longer(third, 600))
+    card = run(longer(third, 300))
     assert card["began_with"]["began_with"]["name"] == "first"
     assert (tmp_path / "third/README.md").read_text("utf-8").count("| began with") == 2
 
 
-def test_it_resumes(target: Path, tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    run(longer(options(target, first), 600))
-    wanted = begun(target, tmp_path, first)
-    run(longer(wanted, 600))
+def test_it_resumes(made: tuple[Options, Path], target: Path, tmp_path: Path) -> None:
+    _, first = made
+    wanted = longer(begun(target, tmp_path, first), 300)
+    run(wanted)
     lines: list[str] = []
-    Job(replace(longer(wanted, 1200), resume=True), lines.append).run()
+    Job(replace(longer(wanted, 600), resume=True), lines.append).run()
     assert any(line.startswith("going on after step") for line in lines)
+    assert (tmp_path / "second/model.safetensors").exists()
 
-    run(longer(options(target, first, seed=1), 600))
+
+def test_it_does_not_resume_with_another_draft(
+    layers: Path, target: Path, tmp_path: Path
+) -> None:
+    wanted = longer(begun(target, tmp_path, layers), 300)
+    run(wanted)
+    other = shutil.copytree(layers, tmp_path / "other")
+    arrays: Any = mx.load(str(other / "model.safetensors"))
+    mx.save_safetensors(
+        str(other / "model.safetensors"), {k: 2 * v for k, v in arrays.items()}
+    )
+    again = replace(longer(wanted, 600), resume=True, begin_with=str(other))
     with pytest.raises(ModelError, match="was made with began_with"):
-        Job(replace(longer(wanted, 1200), resume=True), quietly).run()
+        Job(again, quietly).run()
 
 
 def test_a_draft_for_a_target_of_another_shape_is_refused(
-    target: Path, tmp_path: Path
+    layers: Path, tmp_path: Path
 ) -> None:
-    first = tmp_path / "first"
-    run(longer(options(target, first), 600))
     other = write_target(tmp_path / "other", hidden_size=48, num_attention_heads=2)
     with pytest.raises(ModelError, match="does not fit the target"):
-        Job(begun(other, tmp_path, first), quietly)
+        Job(begun(other, tmp_path, layers), quietly)
 
 
 def test_only_drafts_that_distill_made(target: Path, tmp_path: Path) -> None:
@@ -109,8 +127,8 @@ def test_only_drafts_that_distill_made(target: Path, tmp_path: Path) -> None:
         as_begun(begun(target, tmp_path, target))
 
 
-def test_the_old_draft_is_not_replaced(target: Path, tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    run(longer(options(target, first), 600))
+def test_the_old_draft_is_not_replaced(
+    layers: Path, target: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="which training begins with"):
-        as_begun(replace(begun(target, tmp_path, first), out=first))
+        as_begun(replace(begun(target, tmp_path, layers), out=layers))
