@@ -1,40 +1,36 @@
 """Batched speculative decoding for MLX: every row keeps the tokens accepted for it."""
 
-from importlib import metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import EngineConfig
-from .errors import (
-    CacheError,
-    CompilerMissingError,
-    ConfigError,
-    DrafterError,
-    MemoryLimitError,
-    ModelError,
-    ModelNameError,
-    ModelNotFoundError,
-    PromptError,
-    PromptFileError,
-    RankError,
-    ServerError,
-    SessionError,
-    SpecdecError,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-)
-from .grammar import Grammar
-from .outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
-from .request import TokenLogprobs
-from .sampling_params import SamplingParams
-
 if TYPE_CHECKING:
+    from .config import EngineConfig
     from .decoder import SpecDecoder
+    from .errors import (
+        CacheError,
+        CompilerMissingError,
+        ConfigError,
+        DrafterError,
+        MemoryLimitError,
+        ModelError,
+        ModelNameError,
+        ModelNotFoundError,
+        PromptError,
+        PromptFileError,
+        RankError,
+        ServerError,
+        SessionError,
+        SpecdecError,
+        UnsupportedModelError,
+        VocabularyMismatchError,
+    )
+    from .grammar import Grammar
+    from .outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
     from .parallel import Ranks
+    from .request import TokenLogprobs
+    from .sampling_params import SamplingParams
 
-try:
-    __version__ = metadata.version("mlx-specdec")
-except metadata.PackageNotFoundError:  # a source tree that is not installed
-    __version__ = "0+unknown"
+    __version__: str
 
 __all__ = [
     "CacheError",
@@ -66,18 +62,42 @@ __all__ = [
     "__version__",
 ]
 
+# Modules of the names in ``__all__``; those that are not here are errors.
+_HOMES = {
+    "EngineConfig": "config",
+    "EngineLoad": "outputs",
+    "GenerationResult": "outputs",
+    "Grammar": "grammar",
+    "Ranks": "parallel",
+    "RunStats": "outputs",
+    "SamplingParams": "sampling_params",
+    "SpecDecoder": "decoder",
+    "StreamEvent": "outputs",
+    "TokenLogprobs": "request",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Importing the decoder loads mlx and transformers, which takes seconds.
-    if name == "SpecDecoder":
-        from .decoder import SpecDecoder
+    # Modules are imported when they are used. The decoder loads mlx and transformers,
+    # which takes seconds; the command listens for Ctrl-C before it imports anything.
+    if name not in __all__:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    if name == "__version__":
+        found: Any = _version()
+    else:
+        home = import_module(f".{_HOMES.get(name, 'errors')}", __name__)
+        found = getattr(home, name)
+    globals()[name] = found
+    return found
 
-        return SpecDecoder
-    if name == "Ranks":
-        from .parallel import Ranks
 
-        return Ranks
-    raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("mlx-specdec")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

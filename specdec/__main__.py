@@ -1,5 +1,17 @@
-"""``python -m specdec``: the command, for when its script is not on PATH."""
+"""The command. ``python -m specdec`` is for when its script is not on PATH."""
 
-from .cli import main
+from __future__ import annotations
 
-main(prog_name="specdec")
+from .utils.ctrl_c import end_at_once
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C is listened to before it is imported."""
+    end_at_once()
+    from .cli import main as command
+
+    command(prog_name="specdec")
+
+
+if __name__ == "__main__":
+    main()

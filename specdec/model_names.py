@@ -121,10 +121,15 @@ def check_model_name(
     """
     if _exists(name) or is_hub_id(name):
         return
+    if _is_path(name):
+        kind = "file" if name.lower().endswith(".gguf") else "folder"
+        raise ModelNameError(
+            f"no model at {shorten(name)}: there is no such {kind}: check the path"
+        )
     hint = ""
     if meant is not None:
         hint = f"; did you mean {meant}?"
-    elif others and "/" not in name and not name.endswith(".gguf"):  # no path
+    elif others and "/" not in name:
         hint = f", or one of {', '.join(others)}"
     raise ModelNameError(
         f"no model at {shorten(name)}: give a folder, a .gguf file or a hub id "
@@ -137,6 +142,12 @@ def is_hub_id(name: str) -> bool:
     owner_and_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
     is_file = name.startswith(".") or name.lower().endswith(".gguf")
     return owner_and_name is not None and not is_file
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path."""
+    begins, ends = name.startswith((".", "/", "~")), name.endswith("/")
+    return begins or ends or name.count("/") > 1 or name.lower().endswith(".gguf")
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -234,7 +234,10 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
         ("smollm2-135m", "did you mean smollm2-135m-instruct"),
         ("ngram+no-such-model", r"no model at no-such-model: .*\(owner/name\)$"),
         ("no-1.5b", r"\(owner/name\), or one of ngram, self:4bit, mtp, none$"),
-        ("./no/such", r"no model at ./no/such: .*\(owner/name\)$"),
+        (
+            "./no/such",
+            r"at ./no/such: there is no such folder: check the path$",
+        ),
     ],
 )
 def test_what_is_not_there_is_reported_before_loading(name: str, hint: str) -> None:

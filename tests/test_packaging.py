@@ -43,3 +43,16 @@ def test_the_lock_is_names_and_versions() -> None:
         assert re.match(r"#|[\w.-]+==[\w.!+-]+( ; |$)", line), line
     assert "://" not in "".join(LOCK)
     assert "--constraint" in (ROOT / "scripts" / "lib.sh").read_text("utf-8")
+
+
+def test_messages_name_extras_that_there_are() -> None:
+    """A package by itself comes in a version that may not fit; an extra is bounded."""
+    # A package that is installed without its dependencies, and one that has prompts.
+    alone = {"model_names.py", "prompts.py", "extras.py"}
+    for path in sorted((ROOT / "specdec").rglob("*.py")):
+        text = path.read_text("utf-8")
+        for extra in re.findall(r"\binstall\(['\"](\w+)", text):
+            assert extra in PROJECT["optional-dependencies"], path
+        if path.name not in alone:
+            hints = re.findall(r"pip install .*", text)
+            assert all("'.[" in hint for hint in hints), path

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import click
 
 from ..errors import ConfigError, PromptFileError
 from ..parallel import launched_rank
+from ..utils.ctrl_c import INTERRUPTED
 from .advise import advise
 from .bench import bench
 from .bench import report as report_command
@@ -20,7 +22,13 @@ from .distill import distill
 from .estimate import estimate
 from .interrupts import Interrupts
 from .options import with_options
-from .output import flush_output, open_streams, report, silence_third_parties
+from .output import (
+    flush_output,
+    open_streams,
+    report,
+    show_interrupted,
+    silence_third_parties,
+)
 from .ranks import follow
 from .run import run
 from .serve import serve
@@ -80,13 +88,24 @@ class _Group(click.Group):
             given = args[0] if args else extra.get("args")
             _check_arguments(sys.argv[1:] if given is None else given)
             with Interrupts() as interrupts:
-                extra["obj"] = interrupts
-                try:
-                    sys.exit(click_main(*args, standalone_mode=False, **extra))
-                finally:
-                    flush_output()
+                extra |= {"obj": interrupts, "standalone_mode": False}
+                sys.exit(_exit_code(partial(click_main, *args, **extra)))
+        except KeyboardInterrupt:
+            show_interrupted()
+            sys.exit(INTERRUPTED)
         except Exception as error:
             sys.exit(report(error))
+
+
+def _exit_code(command: Callable[[], Any]) -> Any:
+    """Run a command; its error is reported while Ctrl-C is still listened to."""
+    try:
+        try:
+            return command()
+        finally:
+            flush_output()
+    except Exception as error:
+        return report(error)
 
 
 def _check_arguments(arguments: Iterable[str]) -> None:

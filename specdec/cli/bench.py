@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..utils.ctrl_c import INTERRUPTED
+from ..utils.printable import counted
 from . import options
 from .interrupts import last_words
-from .output import INTERRUPTED, command_line, note, show
+from .output import command_line, note, show, show_interrupted
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -87,11 +89,15 @@ def bench(
     progress = _Parts(quiet=quiet)
 
     def say_what_is_kept() -> None:
-        show(
-            f"specdec: interrupted: {progress.done} of {progress.total} parts are "
-            f"kept in {folder}; the same command continues",
-            err=True,
-        )
+        kept = "nothing was complete yet"
+        if progress.done:
+            parts = counted(progress.total, "part")
+            are = "is" if progress.done == 1 else "are"
+            kept = (
+                f"{progress.done} of {parts} {are} kept in {folder}; the same command "
+                "continues"
+            )
+        show_interrupted(kept)
 
     try:
         with last_words(say_what_is_kept):

@@ -9,15 +9,11 @@ from typing import Any
 
 import click
 
+from ..utils.ctrl_c import INTERRUPTED
 from . import options
 from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
-from .output import (
-    INTERRUPTED,
-    command_line,
-    show,
-    show_warnings,
-)
+from .output import command_line, show, show_interrupted, show_warnings
 
 
 def _files(name: str, text: str) -> options.Option:
@@ -113,8 +109,8 @@ def _minutes(name: str, text: str) -> options.Option:
 )
 @options.positive(
     "--bits",
-    help="Store matrices in N bits (2, 3, 4, 5, 6, 8), and train for it. [default: "
-    "not quantized]",
+    help="Quantize the draft's matrices to N bits: 2, 3, 4, 5, 6 or 8. The end of "
+    "training takes the rounding into account. [default: not quantized]",
 )
 @click.option(
     "--layers-only",
@@ -141,7 +137,10 @@ def _minutes(name: str, text: str) -> options.Option:
     low=128,
 )
 @options.positive(
-    "--rounds", help="Decode N prompts of each --holdout at the end.", default=128
+    "--rounds",
+    help="After training, decode the first N prompts of each --holdout with the "
+    "draft, and report how many draft tokens are accepted.",
+    default=128,
 )
 @options.positive(
     "--num-draft-tokens",
@@ -240,7 +239,7 @@ def distill(
                 f"what was done is kept in {wanted.work}; the same command with "
                 "--resume continues"
             )
-        show(f"specdec: interrupted: {kept}", err=True)
+        show_interrupted(kept)
 
     with requests:
         try:

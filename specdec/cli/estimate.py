@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import click
 
-from ..config import EngineConfig
+from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..errors import UnsupportedModelError
 from ..utils.data_files import json_text
 from . import options
@@ -27,7 +27,7 @@ DEFAULT_CONTEXT = 4096
     dtype_help="Type in which the run loads the weights. [default: as they are stored]",
 )
 @options.engine(
-    options.batch(default=1, help="Rows that decode together."),
+    options.batch(default=DEFAULT_BATCH_SIZE, help="Rows that decode together."),
     options.num_draft_tokens(
         "Tokens that the draft proposes in a round; auto counts the most it may "
         "choose.",
@@ -86,9 +86,12 @@ def estimate(
         revision=loading.get("revision"),
     )
     own_context = context_length(target_outline.config)
-    assumed = context is None
+    assumed = []
+    if not options.is_given("batch_size"):
+        assumed.append(f"--batch {config.batch_size}, as in specdec run")
     if context is None:
         context = min(DEFAULT_CONTEXT, own_context or DEFAULT_CONTEXT)
+        assumed.append(f"--context {context}, prompt and output together")
     if spec is not None and "draft_adapter_path" in loading:
         spec = spec.with_adapter(loading["draft_adapter_path"])
     draft_outline = vocabulary = None
@@ -134,10 +137,7 @@ def estimate(
     )
     show(json_text(found.as_dict(), indent=2) if as_json else found.table())
     if assumed:
-        note(
-            f"--context was not given: rows of {context} tokens are assumed, prompt "
-            "and output together"
-        )
+        note(f"assumed: {'; '.join(assumed)}")
     if vocabulary is not None:
         shared = share_text(vocabulary.share)
         note(f"the draft has another vocabulary{shared}")

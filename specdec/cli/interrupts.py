@@ -2,7 +2,8 @@
 
 Python handles a signal between two of its own steps, and a step can wait for the
 forward of a whole chunk. So a thread listens, too. If the main thread does not react
-soon, the thread ends the process. A second Ctrl-C ends it at once.
+soon, the thread ends the process. A second Ctrl-C ends it at once. In each case one
+line says so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, Self
 
 import click
 
-from .output import INTERRUPTED, show_interrupted
+from ..utils.ctrl_c import INTERRUPTED, end
+from .output import interrupt_shown, show_interrupted
 
 # Seconds that the main thread has to react: several rounds of most models.
 PATIENCE = 1.0
@@ -40,15 +42,19 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.heard = False
-        self._last_words = show_interrupted
+        self._last_words: Callable[[], None] = show_interrupted
         # Whichever thread holds this lock ends the process.
         self._ending = threading.Lock()
+        self._final = threading.Lock()  # the same for the second Ctrl-C
         self._came = threading.Event()
         self._pipe: tuple[int, int] | None = None
+        self._before: Any = None
 
     def __enter__(self) -> Self:
-        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._before = signal.getsignal(signal.SIGINT)
+        ours = self._before in (signal.default_int_handler, end)
         if ours and threading.current_thread() is threading.main_thread():
+            interrupt_shown.clear()
             self._pipe = reader, writer = os.pipe()
             os.set_blocking(writer, False)
             signal.signal(signal.SIGINT, self._hear)
@@ -62,7 +68,7 @@ class Interrupts:
             return
         signal.set_wakeup_fd(-1)
         # After a first Ctrl-C, a second one ends even an interpreter that is exiting.
-        second = signal.SIG_DFL if self._came.is_set() else signal.default_int_handler
+        second = signal.SIG_DFL if self._came.is_set() else self._before
         signal.signal(signal.SIGINT, second)
         os.close(self._pipe[1])  # this ends the thread
 
@@ -84,7 +90,8 @@ class Interrupts:
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # the other thread is ending the process
         self._came.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Whichever thread hears of the second one ends the process.
+        signal.signal(signal.SIGINT, self._end)
         self.heard = True
         raise KeyboardInterrupt
 
@@ -93,8 +100,15 @@ class Interrupts:
             self._came.set()
             threading.Thread(target=self._wait, daemon=True).start()
             if self._next(reader):
-                os._exit(INTERRUPTED)
+                self._end()
         os.close(reader)
+
+    def _end(self, *_: object) -> None:
+        """End the process at once; say so if the first Ctrl-C has not led to a line."""
+        if self._final.acquire(blocking=False):
+            if not interrupt_shown.is_set():
+                end()
+            os._exit(INTERRUPTED)
 
     @staticmethod
     def _next(reader: int) -> bool:
@@ -107,7 +121,7 @@ class Interrupts:
     def _wait(self) -> None:
         # The lock is free until the main thread has handled the signal.
         time.sleep(PATIENCE)
-        if signal.getsignal(signal.SIGINT) not in (self._hear, signal.SIG_DFL):
+        if signal.getsignal(signal.SIGINT) not in (self._hear, self._end):
             return
         if self._ending.acquire(blocking=False):
             with suppress(Exception):

@@ -6,15 +6,18 @@ shown without control characters.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import os
 import re
 import shlex
+import stat
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -23,12 +26,16 @@ import click
 from ..errors import ConfigError, SpecdecError
 from ..model_names import nearest, short
 from ..prompts import PromptRecord
+from ..utils.ctrl_c import INTERRUPTED
 from ..utils.data_files import HALVES, json_text
+from ..utils.extras import install
 from ..utils.printable import one_line, printable, shorten
 
 DEBUG = "SPECDEC_DEBUG"
 
-FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+FAILURE, USAGE = 1, 2
+#: Whether a line has said that the command was interrupted.
+interrupt_shown = threading.Event()
 
 # -- streams -----------------------------------------------------------------------
 
@@ -114,53 +121,101 @@ def drop(stream: TextIO) -> None:
 
 
 class OutputFile:
-    """A file of JSON lines, which keeps its content until :meth:`clear`.
+    """A file of JSON lines. It is made, or changed, when the first line is written.
 
     It is closed when the command ends.
 
     Args:
         option: the option that names the file.
         prompts_file: the file of prompts, which must be another one.
+        prepare: called before the first line is added. Without it the file's content is
+            dropped then.
 
     Raises:
         click.UsageError: it is the file of prompts, or cannot be written.
     """
 
-    def __init__(self, option: str, path: str, prompts_file: str | None):
-        self._option = option
-        self._file = _opened(option, path, prompts_file)
-        click.get_current_context().call_on_close(self._file.close)
-
-    def clear(self) -> None:
-        """Drop the content, if it is a regular file."""
-        if os.path.isfile(self._file.name):
-            self._file.truncate(0)
+    def __init__(
+        self,
+        option: str,
+        path: str,
+        prompts_file: str | None,
+        prepare: Callable[[], None] | None = None,
+    ):
+        self._option, self._path, self._prepare = option, path, prepare
+        self._context = click.get_current_context()
+        both_exist = prompts_file and prompts_file != "-" and os.path.exists(path)
+        if both_exist and os.path.samefile(path, str(prompts_file)):
+            raise click.UsageError(f"{option} is the file of --prompts: name another")
+        self._file: TextIO | None = None
+        try:
+            # The reader of a pipe sees its end even if nothing is written.
+            if not _can_be_written(path, replaced=prepare is not None):
+                self._file = self._opened()
+        except OSError as error:
+            reason = error.strerror
+            folder = os.path.dirname(path)
+            if folder and not os.path.isdir(folder):
+                reason = f"there is no folder {shorten(folder)}: create it first"
+            raise click.UsageError(
+                f"{option} {shorten(path)} cannot be written: {reason}"
+            ) from error
 
     def write(self, value: Any, *, indent: int | None = None) -> None:
         """Write a value as JSON."""
         try:
+            if self._file is None:
+                self._file = self._begun()
             self._file.write(json_text(value, indent=indent) + "\n")
             self._file.flush()
         except OSError as error:
-            with suppress(OSError):
-                self._file.close()  # its buffer would fail again later
-            raise cannot_write(f"{self._option} {self._file.name}", error) from error
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.close()  # its buffer would fail again later
+            raise cannot_write(f"{self._option} {self._path}", error) from error
+
+    def _begun(self) -> TextIO:
+        """A regular file, with the content that it keeps."""
+        if self._prepare is not None:
+            self._prepare()
+        file = self._opened()
+        if self._prepare is None:
+            file.truncate(0)
+        return file
+
+    def _opened(self) -> TextIO:
+        return self._context.with_resource(
+            open(self._path, "a", encoding="utf-8", errors=HALVES)
+        )
 
 
-def _opened(option: str, path: str, prompts_file: str | None) -> TextIO:
-    both_exist = prompts_file and prompts_file != "-" and os.path.exists(path)
-    if both_exist and os.path.samefile(path, str(prompts_file)):
-        raise click.UsageError(f"{option} is the file of --prompts: name another")
+def _can_be_written(path: str, *, replaced: bool) -> bool:
+    """Whether a regular file is there, or can be made there, and can be written.
+
+    Args:
+        replaced: whether a new file will take the place of one that is there.
+
+    Returns:
+        ``False`` if something else is there, such as a pipe.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    places = []
     try:
-        return open(path, "a", encoding="utf-8", errors=HALVES)
-    except OSError as error:
-        reason = error.strerror
-        folder = os.path.dirname(path)
-        if folder and not os.path.isdir(folder):
-            reason = f"there is no folder {shorten(folder)}: create it first"
-        raise click.UsageError(
-            f"{option} {shorten(path)} cannot be written: {reason}"
-        ) from error
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        places.append(path)
+    except FileNotFoundError:
+        replaced = True
+    if replaced:
+        whole = os.path.realpath(path) if os.path.islink(path) else path
+        places.append(os.path.dirname(whole) or ".")
+    for place in places:
+        os.stat(place)
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return True
 
 
 # -- errors ------------------------------------------------------------------------
@@ -191,9 +246,10 @@ def note(text: str) -> None:
     show(f"specdec: note: {text}", err=True)
 
 
-def show_interrupted() -> None:
-    """Report an interrupt, in the words of commands that keep nothing."""
-    show("specdec: interrupted", err=True)
+def show_interrupted(kept: str | None = None) -> None:
+    """Report an interrupt, and what was kept if the command keeps anything."""
+    show("specdec: interrupted" + (f": {kept}" if kept else ""), err=True)
+    interrupt_shown.set()
 
 
 class _Lines(logging.Handler):
@@ -253,8 +309,8 @@ def _describe(error: Exception) -> tuple[str, int]:
         return f"{name}{error.strerror}", FAILURE
     if isinstance(error, ImportError) and _is_mlx(error):
         return (
-            "MLX has no backend here: pip install 'mlx[cpu]', or [cuda12] "
-            f"or [cuda13] for an NVIDIA GPU ({error})",
+            f"MLX has no backend here: {install('cpu')}, with cuda12 or cuda13 for an "
+            f"NVIDIA GPU ({error})",
             FAILURE,
         )
     if _is_full(error):
@@ -384,9 +440,7 @@ def command_line() -> str:
 def check_extra(what: str, extra: str, *modules: str) -> None:
     """Refuse to go on without the packages of an extra."""
     if not all(map(importlib.util.find_spec, modules)):
-        raise click.ClickException(
-            f"{what} needs more packages: pip install '.[{extra}]' in a checkout"
-        )
+        raise click.ClickException(f"{what} needs more packages: {install(extra)}")
 
 
 def silence_third_parties() -> None:

@@ -7,8 +7,8 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 from .output import note, show
@@ -69,6 +69,7 @@ class Progress:
         self._note: str | Callable[[], str] = ""
         self._share: Callable[[], float | None] | None = None
         self._shown = clock()
+        self._mid_line = False  # standard output's line has not ended yet
         self._begin()
         self._bar: Any = tqdm(
             total=total,
@@ -98,14 +99,27 @@ class Progress:
             self._looking.join()
         self._bar.close()
 
-    def aside(self) -> AbstractContextManager[Any]:
-        """Hide the bar while standard output is written to the terminal."""
+    def aside(self, text: str) -> AbstractContextManager[Any]:
+        """Keep out of the way while ``text`` is written to standard output.
+
+        On a terminal this hides the bar. Elsewhere both may go to one stream: no line
+        comes while ``text`` is written, nor before the line that it has begun ends.
+        """
+        if not self.on_terminal:
+            return self._between_lines(text)
         if not sys.stdout.isatty():
             return nullcontext()
         context: AbstractContextManager[Any] = self._bar.external_write_mode(
             file=sys.stdout
         )
         return context
+
+    @contextmanager
+    def _between_lines(self, text: str) -> Iterator[None]:
+        with self._showing:
+            if text:
+                self._mid_line = not text.endswith("\n")
+            yield
 
     def add(
         self,
@@ -173,13 +187,13 @@ class Progress:
             return
         with self._showing:
             now = self._clock()
-            if now - self._shown < LINE_SECONDS:
+            if self._mid_line or now - self._shown < LINE_SECONDS:
                 return
             self._shown = now
-        total = f" of {self.total}" if self.total is not None else ""
-        units = self._unit + "s" * (self.total != 1)
-        parts = [self._what, f"{self.done}{total} {units}", self._notes(now)]
-        show(f"specdec: {', '.join(filter(None, parts))}", err=True)
+            total = f" of {self.total}" if self.total is not None else ""
+            units = self._unit + "s" * (self.total != 1)
+            parts = [self._what, f"{self.done}{total} {units}", self._notes(now)]
+            show(f"specdec: {', '.join(filter(None, parts))}", err=True)
 
     def _notes(self, now: float) -> str:
         if now - self._left_at >= _LEFT_SECONDS:

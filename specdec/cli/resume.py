@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
 from ..utils.records import first_difference
 from .options import Models
-from .output import cannot_write
 
 # Settings that are not compared: the text does not depend on the salt, and the seed is
 # a field of the result.
@@ -94,12 +93,35 @@ def _short(value: object) -> object:
     return f"sha256:{sha256(text.encode(errors='replace')).hexdigest()[:16]}"
 
 
-def keep_finished(
-    path: str, records: Sequence[PromptRecord], settings: Sequence[Mapping[str, Any]]
-) -> set[int]:
-    """The indices of the prompts that a file of ``--output`` has answers to.
+@dataclass(frozen=True)
+class Finished:
+    """The answers that a file of ``--output`` already has.
 
-    Lines of prompts that failed, and incomplete lines, are removed from the file.
+    Args:
+        path: the file.
+        lines: the answers by the indices of their prompts, as JSON.
+        private: only the file's owner may read it.
+    """
+
+    path: str
+    lines: Mapping[int, str]
+    private: bool = False
+
+    def keep(self) -> None:
+        """Remove all other lines from the file: failures and incomplete ones.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        text = "".join(f"{line}\n" for line in self.lines.values())
+        data = text.encode(errors="surrogatepass")
+        replace_file(Path(self.path).resolve(), data, private=self.private)
+
+
+def finished_in(
+    path: str, records: Sequence[PromptRecord], settings: Sequence[Mapping[str, Any]]
+) -> Finished:
+    """The answers to these prompts that a file of ``--output`` already has.
 
     Args:
         settings: the result of :func:`settings_of` for each prompt, with the seed if
@@ -107,14 +129,13 @@ def keep_finished(
 
     Raises:
         click.UsageError: the file has other prompts or settings, or cannot be read.
-        click.ClickException: the file cannot be written.
     """
     try:
         with open_plain(path) as file:
             private = not os.fstat(file.fileno()).st_mode & 0o077
             data = file.read()
     except FileNotFoundError:
-        return set()
+        return Finished(path, {})
     except OSError as error:
         raise click.UsageError(f"--output {path}: {error.strerror}") from error
     kept: dict[int, str] = {}
@@ -139,13 +160,7 @@ def keep_finished(
             if other := _other_settings(row, settings[index]):
                 raise _foreign(path, number, other)
             kept.setdefault(index, json_text(row))
-    text = "".join(f"{line}\n" for line in kept.values())
-    data = text.encode(errors="surrogatepass")
-    try:
-        replace_file(Path(path).resolve(), data, private=private)
-    except OSError as error:
-        raise cannot_write(f"--output {path}", error) from error
-    return set(kept)
+    return Finished(path, kept, private)
 
 
 def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:

@@ -23,6 +23,7 @@ from ..errors import PromptFileError, RankError
 from ..parallel import launched_rank
 from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
 from ..sampling_params import SamplingParams, per_prompt
+from ..utils.ctrl_c import INTERRUPTED
 from ..utils.printable import counted, one_line
 from ..utils.warm_up import warm_up
 from . import options, ranks
@@ -30,7 +31,6 @@ from .interrupts import last_words
 from .options import given
 from .output import (
     FAILURE,
-    INTERRUPTED,
     OutputFile,
     check_extra,
     name_of,
@@ -39,11 +39,12 @@ from .output import (
     share_text,
     show,
     show_error,
+    show_interrupted,
     show_warnings,
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .resume import common_of, keep_finished, settings_of
+from .resume import Finished, common_of, finished_in, settings_of
 from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
@@ -206,18 +207,25 @@ def run(
         config = replace(config, prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY)
     asked = requests if isinstance(requests, list) else [requests] * len(records)
     common = common_of(models, config, encoding)
-    done: set[int] = set()
+    finished: Finished | None = None
     if resumed:
         settings = [settings_of(params, common) for params in asked]
         for i, params in enumerate(per_prompt(requests, len(records))):
             own = records[i].fields.get("seed") is not None
             if params.draws and (own or options.is_given("seed")):
                 settings[i]["seed"] = params.seed
-        done = keep_finished(str(output_file), records, settings)
+        finished = finished_in(str(output_file), records, settings)
+    done = set() if finished is None else set(finished.lines)
     if done and len(done) == len(records):
-        show(f"specdec: all {len(done)} prompts have their results", err=True)
+        have = "the prompt has its result"
+        if len(done) > 1:
+            have = f"all {len(done)} prompts have their results"
+        show(f"specdec: {have}", err=True)
         return
-    output = OutputFile("--output", output_file, file) if output_file else None
+    output = None
+    if output_file is not None:
+        prepare = None if finished is None else finished.keep
+        output = OutputFile("--output", output_file, file, prepare)
 
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
@@ -259,7 +267,9 @@ def run(
     def kept() -> str:
         """What has finished, where it is, and how to go on."""
         coming = total - sink.dropped
-        text = f"{sink.finished} of {coming} {what}s finished"
+        text = f"{sink.finished} of {counted(coming, what)} finished"
+        if not (sink.finished or done):
+            text = f"no {what} had finished"
         if output_file is None or not (sink.finished or done):
             return text
         text = f"{text}; {output_file} has the results"
@@ -285,7 +295,7 @@ def run(
         if lost is not None:
             show_error(str(lost))
         if interrupted:
-            show(f"specdec: interrupted: {kept()}", err=True)
+            show_interrupted(kept())
         if not quiet:
             show(_summary(job, config, each, len(sink.errors)), err=True)
 

@@ -21,12 +21,12 @@ class Sink:
     """Takes stream events; finished results are kept, whatever happens next.
 
     A single answer is streamed. Several are written whole, each under a header line, in
-    the order of the prompts. JSON lines are written in the order in which prompts
-    finish. Standard output is written within ``aside()``.
+    the order of the prompts. Standard output gets nothing of a prompt that was refused,
+    and it is written within ``aside(text)``. JSON lines are written in the order in
+    which prompts finish.
 
     Args:
-        done: indices of prompts whose results the file already has. If there are none,
-            the file's content is replaced.
+        done: indices of prompts whose results the file already has.
 
     Attributes:
         finished: number of results taken.
@@ -39,7 +39,7 @@ class Sink:
         self,
         prompts: Sequence[PromptRecord],
         output: OutputFile | None,
-        aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        aside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
         | None = None,
         done: Collection[int] = (),
@@ -59,8 +59,6 @@ class Sink:
         self.errors: dict[int, str] = {}
         self.dropped = 0
         self._done = frozenset(done)
-        if output is not None and not done:
-            output.clear()
 
     def take(self, event: StreamEvent) -> None:
         """Write the results that an event completes.
@@ -84,7 +82,8 @@ class Sink:
             record = self._prompts[event.index]
             self._output.write(self._line_of(event.result, record))
         if not self._several:
-            self._write("\n")
+            if self._line_open or not _has_nothing(event.result):
+                self._write("\n")
             return
         while self._next in self._waiting or self._next in self._done:
             if self._next not in self._done:
@@ -98,13 +97,15 @@ class Sink:
         if self._several:
             for index in sorted(self._waiting):
                 self._write_blocks(index)
-        if self._line_open or (not self._several and not self.finished):
+        if self._line_open:
             self._write("\n")
 
     def _write_blocks(self, index: int) -> None:
         """Write a prompt's answers that have waited, each under its header."""
         record = self._prompts[index]
         for result in self._waiting[index]:
+            if _has_nothing(result):
+                continue
             said, number = record.prompt, str(index)
             if record.turns:
                 said = (record.prompt, *record.turns)[result.turn]
@@ -116,7 +117,7 @@ class Sink:
         if self._stdout_failed:
             return
         try:
-            with self._aside():
+            with self._aside(text):
                 sys.stdout.write(_for_terminal(text))
                 sys.stdout.flush()
         except BrokenPipeError:
@@ -126,6 +127,11 @@ class Sink:
             raise output_failed(error) from error
         if text:
             self._line_open = not text.endswith("\n")
+
+
+def _has_nothing(result: GenerationResult) -> bool:
+    """Whether a prompt was refused, or failed before it had a text."""
+    return result.finish_reason == "error" and not result.text
 
 
 def line_of_result(result: GenerationResult, record: PromptRecord) -> dict[str, object]:

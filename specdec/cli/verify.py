@@ -174,7 +174,6 @@ def verify(
             "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,
         }
-        output.clear()
         output.write(_record(decoder, found, settings), indent=1)
     show(_header(decoder, found, params))
     show(summary(found))

@@ -272,10 +272,12 @@ class Engine:
                 stats.take_ended(request)
         stats.draft_error = self._guard.error
         stats.peak_memory_bytes = mx.get_peak_memory()
-        # In one assignment, as an interrupt may come at any time.
-        if any(output.ended for output in outputs):
-            alive = {i: s for i, s in self._alive.items() if s.ended is None}
-            self._alive = alive
+        # For each that has ended, also if an interrupt came after it was counted. A new
+        # request may have its index by then.
+        for output in outputs:
+            request = output.request
+            if output.ended and self._alive.get(request.index) is request:
+                del self._alive[request.index]
 
     def _prefill(self) -> None:
         """Hand over a chunk of the joining rows' prompts; they join after the last."""
@@ -371,8 +373,9 @@ class Engine:
 
         With static shapes, requests that wait only for these rows' prefill have slots
         from the beginning, so that they join without a copy of all rows. Idle slots,
-        and two copies of a joining row's cache, need memory. If there is not enough,
-        there are as many slots as rows.
+        and two copies of a joining row's cache, need memory. If there is not enough for
+        all requests that wait, half of them get slots, a quarter, and so on. If there
+        is not enough for any, there are as many slots as rows.
         """
 
         def slots(rows: int) -> int:
@@ -381,7 +384,10 @@ class Engine:
         rows, own = [*running, *joining], slots(len(joining))
         now = 0 if self._running is None else len(self._running.slots)
         coming = min(self._scheduler.expected, self._scheduler.batch_size - len(rows))
-        for more in (coming, 0) if self._backend.static_shapes else (0,):
+        if not self._backend.static_shapes:
+            coming = 0
+        for halvings in range(coming.bit_length() + 1):  # the last one leaves none
+            more = coming >> halvings
             then = max(now, slots(len(rows) + more))
             held = then if then == own and not now else then + own
             if held <= len(rows) or self._scheduler.affords(rows, held):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, SpecdecError
+from ..utils.extras import install
 from ..utils.printable import shorten
 from .spec import Grammar
 from .state import GrammarState
@@ -156,8 +157,7 @@ def _library() -> Any:
         return importlib.import_module("llguidance")
     except ImportError as error:
         raise ConfigError(
-            "a grammar needs the package llguidance: "
-            "pip install '.[structured]' in a checkout"
+            f"a grammar needs the package llguidance: {install('structured')}"
         ) from error
 
 

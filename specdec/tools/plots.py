@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MISSING = "no new plots without matplotlib: pip install matplotlib"
+from ..utils.extras import install
+
+MISSING = f"no new plots without matplotlib: {install('bench')}"
 # Okabe and Ito's palette, which colour-blind people can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"

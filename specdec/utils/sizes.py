@@ -63,10 +63,11 @@ def parse_count(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """``size`` in the largest unit of 1024 that it fills, to three digits or more."""
-    if size < 1024:
+    """``size`` in the largest unit of 1000 that it fills, to three digits or more."""
+    if size < 1000:
         return f"{size} B"
-    units = ("KiB", "MiB", "GiB", "TiB")
-    power = next((n for n in range(1, 5) if size < 1000 * 1024**n), len(units))
-    value, unit = size / 1024**power, units[power - 1]
+    units = ("KB", "MB", "GB", "TB")
+    # What would be rounded to 1000 is shown in the next unit.
+    power = next((n for n in range(1, 5) if size < 999.95 * 1000**n), len(units))
+    value, unit = size / 1000**power, units[power - 1]
     return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"

@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner, Result
 
+from specdec.backend import defaults
 from specdec.cli import main
 from specdec.tools.distill import checkpoint, plan
 from specdec.tools.distill.job import Job
@@ -76,8 +77,16 @@ def test_dry_run(target: Path) -> None:
     before = set(target.parent.iterdir())
     result = invoke("--target", str(target), "--layers", "2", "--dry-run")
     assert result.exit_code == 0, result.output
-    names = [line.partition(":")[0] for line in result.stdout.splitlines()]
+    lines = result.stdout.splitlines()
+    names = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
     assert names[:6] == ["target", "draft", "writing", "training", "memory", "time"]
+    # One quantity a line.
+    begin = lines.index(next(x for x in lines if x.startswith("memory:")))
+    sizes = [line[10:].partition(": ") for line in lines[begin : begin + 4]]
+    assert [what for what, _, _ in sizes] == [
+        "target", "draft and optimizer", "logits", "target states",
+    ]  # fmt: skip
+    assert all("B" in size and len(size) < 40 for _, _, size in sizes)
     assert "up to 10 minutes\n" in result.stdout
     assert "tokens a step, 5 minutes\n" in result.stdout
     block = invoke(
@@ -109,16 +118,20 @@ def test_as_much_is_timed_as_takes_long_enough(
 @pytest.mark.parametrize(
     ("budget", "rate", "message"),
     [
-        (["--tokens", "600"], 10.0, "600 tokens of training are less than one step, "),
-        (["--minutes", "1", "--kind", "block"], 10.0, "less than one step, of 2048: "),
+        (
+            ["--tokens", "600"],
+            10.0,
+            "600 tokens of training are less than one step, of 2048\n",
+        ),
+        (["--minutes", "1", "--kind", "block"], 10.0, "less than one step, of 2048\n"),
         (["--tokens", "6000"], 10.0, "6,000 tokens of training are too little to be "),
         (
             ["--minutes", "5"],
             10.0,
             "from 20 M, here 23 days, and nothing more after 66",
         ),
-        (["--tokens", "3000000"], 1e4, "3 M tokens of training are little: "),
-        (["--minutes", "5"], 1e4, "3 M tokens of training are little: "),
+        (["--tokens", "3000000"], 1e4, "3 M tokens of training are little\n"),
+        (["--minutes", "5"], 1e4, "3 M tokens of training are little\n"),
         (["--minutes", "5"], 375e3, "112 M tokens in 5 minutes, and writing\n"),
         (["--tokens", "66000000"], 375e3, "product: 3 minutes, and writing\n"),
         (["--tokens", "66000000"], 1e4, "product: 110 minutes, and writing\n"),
@@ -135,6 +148,12 @@ def test_a_budget_too_small_to_be_of_use(
     monkeypatch.setattr(plan, "_tokens_per_second", lambda *_: rate)
     result = invoke("--target", str(target), "--layers", "2", "--dry-run", *budget)
     assert message in result.stdout
+    ways = "raise --minutes or --tokens"
+    assert (ways in result.stdout) is ("note:" in result.stdout)
+    if defaults().name == "cpu":
+        assert (f"way out: train on a GPU, or {ways}" in result.stdout) is (
+            "note:" in result.stdout
+        )
     assert ("note:" in result.stdout) is (
         any(word in message for word in ("little", "nothing more", "one step"))
     )

@@ -137,7 +137,9 @@ MISTAKES = [
     ("bench --set batch=[1, 2, 8] acceptance-quick", 2, ": put the value of --set in"),
     ("bench a.toml b.toml", 2, "unexpected extra argument (b.toml) (see: specdec b"),
     ("bench --compare folder folder", 2, "folder holds no results: there is no raw"),
-    ("report missing", 2, "missing holds no results: there is no raw.jsonl in it"),
+    ("report missing", 2, "there is no folder missing: check the path"),
+    ("report folder", 2, "folder holds no results: there is no raw.jsonl in it"),
+    ("bench --compare folder missing", 2, "folder holds no results: there is no raw"),
     ("cache list missing", 2, "there is no folder missing"),
     ("run --prompts empty.txt", 2, "empty.txt: no prompts in it"),
     ("run --prompts latin1.txt", 2, "latin1.txt:2: not UTF-8 text (byte 0xe9)"),
@@ -151,7 +153,11 @@ MISTAKES = [
     # Words of a file are not taken for names of options.
     ("run --prompts words.jsonl", 2, "not {'of max_tokens or': 'a top_p of it'}"),
     ("run -p Hi --draft no-such", 2, "no model at no-such: give a folder, a .gguf"),
-    ("run -p Hi --draft no-such.gguf", 2, "no model at no-such.gguf: give a folder"),
+    ("run -p Hi --draft no-such.gguf", 2, "no-such.gguf: there is no such file: check"),
+    ("run -p Hi --draft ./nope", 2, "at ./nope: there is no such folder: check the"),
+    ("run -p Hi --draft ngram+/no/pe", 2, "at /no/pe: there is no such folder: chec"),
+    ("run -p Hi --draft nope/", 2, "at nope/: there is no such folder: check the p"),
+    ("run -p Hi --target ~/nope", 2, "at ~/nope: there is no such folder: check the"),
     ("run -p Hi --draft Non", 2, "hub id (owner/name); did you mean none?"),
     ("run -p Hi --draft ngrm", 2, "no model at ngrm: give a folder, a .gguf file or"),
     ("run -p Hi --draft ngrm", 2, "; did you mean ngram?"),
@@ -165,8 +171,8 @@ MISTAKES = [
     ("advise --draft no-such --prompts good.txt", 2, "no model at no-such: give"),
     ("advise --draft none --prompts good.txt", 2, "no draft to advise on: name one"),
     ("advise --target a/T --prompts good.txt", 2, "no draft to advise on: name one"),
-    ("verify --draft ./no-such --prompts good.txt", 2, "no model at ./no-such: give"),
-    ("verify --target ./no-such --prompts good.txt", 2, "no model at ./no-such: giv"),
+    ("verify --draft ./no-such --prompts good.txt", 2, "no model at ./no-such: ther"),
+    ("verify --target ./no-such --prompts good.txt", 2, "no model at ./no-such: the"),
     ("verify --draft= --prompts good.txt", 2, "--draft is empty: name a model, or"),
     ("distill --target no-such --out o", 2, "no model at no-such: give a folder, a"),
     ("estimate --target no-such --context 9", 2, "no model at no-such: give a folder"),
@@ -279,7 +285,7 @@ def test_mlx_without_a_backend(
     decoder.raises = error
     result = specdec("run", "-p", "Hi")
     assert result.exit_code == 1
-    assert "pip install 'mlx[cpu]'" in result.stderr
+    assert "pip install '.[cpu]' in a checkout, with cuda12 or" in result.stderr
 
 
 def test_no_arguments_show_the_help(specdec: Specdec) -> None:

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
+from specdec.config import EngineConfig
 
 from ..models.folders import write_folder
 from ..models.gguf_files import byte_level, random_model, write_model
@@ -53,13 +54,14 @@ def as_json(*arguments: str) -> Any:
 def test_an_8b_from_its_config_alone(config: str) -> None:
     """The reference points, through the command line."""
     limit = ("--memory-limit", "24GB")
-    short = as_json("--target", config, "--context", "8192", *limit)
+    one = ("--batch", "1")
+    short = as_json("--target", config, "--context", "8192", *limit, *one)
     assert short["num_parameters"] == 8_030_261_248
     assert short["moments"]["decoding"]["target weights"] == 16_060_522_496
     assert short["moments"]["decoding"]["target KV cache"] == 1 << 30
     assert short["fits"]
     assert short["suggested_weight_bits"] == "as they are"
-    long = as_json("--target", config, "--context", "131072", *limit)
+    long = as_json("--target", config, "--context", "131072", *limit, *one)
     assert long["moments"]["decoding"]["target KV cache"] == 16 << 30
     assert not long["fits"]
     assert long["largest_context"] < 131072
@@ -76,7 +78,7 @@ def test_a_table_with_a_draft_and_packed_caches(config: str) -> None:
     assert lines[0].endswith("draft self:4bit: 4 rows of 4096 tokens, 2 draft tokens")
     for part in ("draft weights", "draft KV cache", "logits", "activations", "total"):
         assert any(line.startswith(part) for line in lines)
-    assert "of 64.0 GiB: fits" in result.stdout
+    assert "of 68.7 GB: fits" in result.stdout
 
 
 def test_options_reach_the_plan(config: str) -> None:
@@ -102,7 +104,7 @@ def test_options_reach_the_plan(config: str) -> None:
 def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 8192}))
-    base = ("--target", str(path), "--memory-limit", "64GB")
+    base = ("--target", str(path), "--memory-limit", "64GB", "--batch", "1")
     found = as_json(*base, "--context", "8192")
     assert found["largest_context"] == found["context_length"] == 8192
     for context, noted in (("8192", False), ("8193", True)):
@@ -113,12 +115,12 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
         assert result.stderr.startswith(note) == noted
         assert result.stderr.count("\n") == noted
     # Where less fits, that is reported.
-    tight = as_json("--target", str(path), "--context", "99", "--memory-limit", "17GB")
+    tight = as_json(*base, "--context", "99", "--memory-limit", "17GB")
     assert 0 < tight["largest_context"] < 8192
 
 
-def test_a_context_that_is_assumed(tmp_path: Path) -> None:
-    """A model's context of a million tokens, or one that the target does not have."""
+def test_sizes_that_are_assumed(tmp_path: Path) -> None:
+    """Other rows than a run takes; or more tokens than the target serves."""
     limit = ("--memory-limit", "64GB")
     found = {}
     for own in (None, 1024, 8192, 1 << 20):
@@ -127,12 +129,13 @@ def test_a_context_that_is_assumed(tmp_path: Path) -> None:
         result = estimate("--target", str(path), *limit)
         assert result.exit_code == 0, result.output
         found[own] = n = as_json("--target", str(path), *limit)["context"]
-        assert f": 1 row of {n} tokens\n" in result.stdout
+        assert f": {EngineConfig().batch_size} rows of {n} tokens\n" in result.stdout
         assert result.stderr == (
-            f"specdec: note: --context was not given: rows of {n} tokens are assumed, "
-            "prompt and output together\n"
+            f"specdec: note: assumed: --batch {EngineConfig().batch_size}, as in "
+            f"specdec run; --context {n}, prompt and output together\n"
         )
-        given = estimate("--target", str(path), "--context", str(n), *limit)
+        sizes = ("--context", str(n), "--batch", "8")
+        given = estimate("--target", str(path), *sizes, *limit)
         assert (given.stdout, given.stderr) == (result.stdout, "")
     assert found == {None: 4096, 1024: 1024, 8192: 4096, 1 << 20: 4096}
 

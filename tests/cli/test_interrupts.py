@@ -127,8 +127,39 @@ def test_the_second_ends_it_at_once(start: Start) -> None:
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.01)
-    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.communicate(timeout=PATIENCE) == ("", "specdec: interrupted\n")
     assert process.returncode == 130
+
+
+# Has Ctrl-C come at the first import of a module that is not small.
+EARLY = """
+import os, runpy, signal, sys
+
+class Early:
+    def find_spec(self, name, path=None, target=None):
+        small = ("specdec", "specdec.__main__", "specdec.utils", "specdec.utils.ctrl_c")
+        if name.startswith("specdec") and name not in small:
+            print(name, flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Early())
+sys.argv = ["specdec", "--version"]
+runpy.run_module("specdec", run_name="__main__")
+"""
+
+
+def test_one_while_the_command_is_imported() -> None:
+    """A traceback, for who stops a command that was a mistake."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stderr) == (130, "specdec: interrupted\n")
+    assert done.stdout.startswith("specdec.cli")
 
 
 @pytest.mark.parametrize("cleaning", ["at_work", "stuck"])
@@ -175,7 +206,7 @@ main(["estimate", "--context", "9"])
     assert process.stderr is not None
     assert process.stderr.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.communicate(timeout=PATIENCE) == ("", "specdec: interrupted\n")
     assert process.returncode == 130
 
 

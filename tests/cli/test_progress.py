@@ -17,8 +17,11 @@ from click.testing import CliRunner
 from specdec.backend import defaults
 from specdec.cli import main
 from specdec.cli.progress import LINE_SECONDS, Progress, Share
+from specdec.cli.sink import Sink
 from specdec.decoder import SpecDecoder
 from specdec.errors import SpecdecError
+from specdec.outputs import StreamEvent
+from specdec.prompts import PromptRecord
 
 
 class Clock:
@@ -63,6 +66,30 @@ def test_a_line_comes_though_nothing_is_done(
         before = threading.active_count()
     assert said == "specdec: prefill, 0 of 3 prompts, no token yet\n"
     assert threading.active_count() == before - 1
+
+
+def test_no_line_comes_within_a_line_of_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both in one pipe: a word of the answer was broken by the line."""
+    clock = Clock()
+    with Progress("prompt", 1, clock=clock) as progress:
+        sink = Sink([PromptRecord("a")], None, progress.aside)
+        for text in ("Bon", "", "jour\n", "Sal"):
+            sink.take(StreamEvent(index=0, text=text, token_ids=[1]))
+            clock.now += LINE_SECONDS
+            progress.show(0)
+            shown = capsys.readouterr()
+            assert shown.out == text
+            assert shown.err == "specdec: 0 of 1 prompt\n" * text.endswith("\n")
+        # Nor while a text is written that takes long.
+        looks = threading.Thread(target=progress.show, args=(0,))
+        with progress.aside("ut\n"):
+            looks.start()
+            looks.join(0.05)
+            assert looks.is_alive()
+        looks.join(60)
+        assert capsys.readouterr().err == "specdec: 0 of 1 prompt\n"
 
 
 def test_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from specdec.cli.output import OutputFile, open_streams
 from specdec.cli.run import _piped
 from specdec.cli.sink import Sink
 from specdec.config import EngineConfig
+from specdec.errors import SpecdecError
 from specdec.grammar import Grammar
 from specdec.outputs import RunStats, StreamEvent
 from specdec.prompts import PromptRecord
@@ -667,6 +668,96 @@ def test_a_refused_prompt_leaves_earlier_output_alone(
     assert result.stdout == ""
     assert result.stderr == "specdec: error: prompt 0: it is unusable\n"
     assert path.read_text() == "of an earlier run\n"
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    ("raises", "words"),
+    [
+        (SpecdecError("no such model"), "-p a"),
+        (SpecdecError("no such model"), "-p a --resume"),
+        ((0, SpecdecError("no memory")), "-p a -p b"),
+        ((0, KeyboardInterrupt()), "-p a"),
+        (None, "-p unusable"),
+        (None, "--prompts nowhere.txt"),
+    ],
+)
+def test_a_run_that_writes_nothing_leaves_the_file_as_it_was(
+    specdec: Specdec,
+    decoder: FakeDecoder,
+    tmp_path: Path,
+    there: bool,
+    raises: Any,
+    words: str,
+) -> None:
+    """An empty file looks like a run without results, or replaces one with results."""
+    path = tmp_path / "out.jsonl"
+    earlier = json.dumps(result_of(0, "a", "").to_dict() | {"finish_reason": "error"})
+    if there:
+        path.write_text(earlier)
+    decoder.raises = raises
+    result = specdec("run", *words.split(), "--output", str(path), "--quiet")
+    assert result.exit_code != 0
+    assert result.stdout == ""
+    assert path.exists() is there
+    assert not there or path.read_text() == earlier
+
+
+def test_a_file_that_cannot_be_made_is_refused_before_a_model_is_loaded(
+    specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first line is written after hours."""
+    monkeypatch.setattr("os.access", lambda *_: False)
+    result = specdec("run", "-p", "a", "--output", "out.jsonl")
+    assert result.exit_code == 2
+    assert "--output out.jsonl cannot be written: Permission denied" in result.stderr
+    assert not decoder.calls
+
+
+@pytest.mark.parametrize(
+    ("prompts", "events", "said"),
+    [
+        (1, 0, "no prompt had finished"),
+        (2, 0, "no prompt had finished"),
+        (3, 4, "1 of 3 prompts finished"),
+    ],
+)
+def test_how_much_had_finished(
+    specdec: Specdec, decoder: FakeDecoder, prompts: int, events: int, said: str
+) -> None:
+    """It was "0 of 1 prompts finished"."""
+    decoder.raises = (events, KeyboardInterrupt())
+    result = specdec("run", "--quiet", *["-p", "a"] * prompts)
+    assert result.stderr == f"specdec: interrupted: {said}\n"
+
+
+def test_standard_output_has_nothing_of_a_prompt_without_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A header with nothing under it. The file says why."""
+    refused = replace(
+        result_of(0, "a", ""), finish_reason="error", error="it is too long"
+    )
+    ended = replace(result_of(1, "b", ""), index=1)  # an answer, and it is empty
+    events = [
+        StreamEvent(index=each.index, text="", token_ids=[], result=each)
+        for each in (refused, ended)
+    ]
+    with click.Context(main):
+        output = OutputFile("--output", str(tmp_path / "o"), None)
+        sink = Sink([PromptRecord("a"), PromptRecord("b")], output)
+        for event in events:
+            sink.take(event)
+        sink.close()
+    assert capsys.readouterr().out == "== [1] b\n\n\n"
+    assert [row["error"] for row in read_lines(tmp_path / "o")] == [
+        "it is too long", None,
+    ]  # fmt: skip
+    for event, text in ((events[0], ""), (replace(events[1], index=0), "\n")):
+        sink = Sink([PromptRecord("a")], None)
+        sink.take(event)
+        sink.close()
+        assert capsys.readouterr().out == text
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")

@@ -21,6 +21,7 @@ from specdec.models import LoadedModel
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.spec_decode import DraftModel
+from specdec.utils.sizes import parse_size
 
 from ..memory.test_peak import loaded
 from ..models.folders import write_folder
@@ -154,7 +155,7 @@ def test_models_that_leave_no_room_are_refused() -> None:
     preflight(11 * MIB).check_models()
     with pytest.raises(MemoryLimitError) as raised:
         preflight(10 * MIB).check_models()
-    assert "10.0 MiB of weights) and the memory limit is 10.0 MiB" in str(raised.value)
+    assert "10.5 MB of weights) and the memory limit is 10.5 MB" in str(raised.value)
 
 
 def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:
@@ -162,11 +163,11 @@ def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:
     with pytest.raises(MemoryLimitError) as raised:
         Preflight(plan, 11 * MIB).check_models()
     assert (
-        "(10.0 MiB of weights, 8.00 MiB for --prefix-cache-memory) and the memory "
-        "limit is 11.0 MiB: take models of fewer bits, lower --prefix-cache-memory, "
+        "(10.5 MB of weights, 8.39 MB for --prefix-cache-memory) and the memory "
+        "limit is 11.5 MB: take models of fewer bits, lower --prefix-cache-memory, "
         "or raise"
     ) in str(raised.value)
-    with pytest.raises(MemoryLimitError, match=r"more need .*, 8.00 MiB for --prefix"):
+    with pytest.raises(MemoryLimitError, match=r"more need .*, 8.39 MB for --prefix"):
         Preflight(plan, 19 * MIB).check(5000, SamplingParams(max_tokens=10))
     with pytest.raises(MemoryLimitError) as raised:
         preflight(10 * MIB).check_models()
@@ -175,18 +176,20 @@ def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:
         Preflight(replace(preflight(MIB).plan, draft=model()), MIB).check_models()
     # Loading is the fullest moment here: what is kept later does not matter.
     plan = replace(plan, target=replace(plan.target, loading_bytes=99 * MIB))
-    with pytest.raises(MemoryLimitError, match=r"MiB of weights\) and"):
+    with pytest.raises(MemoryLimitError, match=r"MB of weights\) and"):
         Preflight(plan, 20 * MIB).check_models()
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
     some = SamplingParams(max_tokens=10)
-    preflight(11 * MIB).check(10, some)
+    limit = parse_size("12MB")
+    preflight(limit).check(10, some)
     with pytest.raises(MemoryLimitError) as raised:
-        preflight(11 * MIB).check(5000, some)
+        preflight(limit).check(5000, some)
     message = str(raised.value)
-    assert message.startswith("5000 prompt tokens and up to 10 more need 21.6 MiB")
-    assert "memory limit is 11.0 MiB: shorten it, lower --max-tokens" in message
+    assert message.startswith("5000 prompt tokens and up to 10 more need 22.7 MB")
+    # In the unit that most people write it in.
+    assert "memory limit is 12.0 MB: shorten it, lower --max-tokens" in message
 
 
 def test_rows_cost_more_together_than_the_sum_of_what_they_hold_alone() -> None:

@@ -354,3 +354,16 @@ def test_rows_that_wait_for_memory_keep_no_slots(
     assert (6, 6) in sizes
     assert sizes.count((6, 1)) <= 1
     assert sizes.count((1, 1)) > 40
+
+
+@pytest.mark.parametrize(("budget", "slots"), [(18, 16), (17, 8), (6, 4), (5, 2)])
+def test_some_that_wait_have_slots_if_memory_is_short_of_all(
+    target: Any, budget: int, slots: int
+) -> None:
+    """Without, the batch grows, and is copied, at each of their joins."""
+    engine = engine_of(target, batch_size=16, backend=BEHIND)
+    engine._scheduler.budget, engine._scheduler._cost = budget, len
+    for index in range(20):
+        engine.add(Request(index, "", (1, 2), SamplingParams()))
+    first = [engine._scheduler._waiting.popleft() for _ in range(2)]
+    assert engine._room([], first) == (2, slots)

@@ -196,8 +196,8 @@ def test_a_number_that_has_lost_its_unit(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * GIB, "5.00 GiB"),
-     (GIB - 1, "1.00 GiB"), (200 * GIB, "200.0 GiB"), (3000 * 1024**4, "3000.0 TiB")],
+    [(0, "0 B"), (999, "999 B"), (1500, "1.50 KB"), (5 * 10**9, "5.00 GB"),
+     (10**9 - 1, "1.00 GB"), (2 * 10**11, "200.0 GB"), (3 * 10**15, "3000.0 TB")],
 )  # fmt: skip
 def test_sizes_are_shown_in_the_largest_unit(size: int, text: str) -> None:
     assert format_size(size) == text

@@ -161,7 +161,7 @@ def test_the_gguf_package_is_asked_for_by_name(
     file = write(tmp_path / "m.gguf", KIND.Q6_K)
     for name in ("gguf", "gguf.quants"):
         monkeypatch.setitem(sys.modules, name, None)
-    way_out = r"Q6_K.*pip install gguf$"
+    way_out = r"Q6_K.*pip install '\.\[gguf\]' in a checkout$"
     with pytest.raises(UnsupportedModelError, match=way_out) as caught:
         read_float(file, file.tensors["matrix.weight"], mx.float32)
     assert "\n" not in str(caught.value)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import UnsupportedModelError
+from ...utils.extras import install
 from .header import GGUFFile, TensorInfo
 
 GROUP_SIZE = 32
@@ -247,7 +248,7 @@ def read_float_rows(
     except ImportError as error:
         raise UnsupportedModelError(
             f"{file.path} has {info.type_name} weights, which need the gguf "
-            "package: pip install gguf"
+            f"package: {install('gguf')}"
         ) from error
     try:
         return dequantize(raw, GGMLQuantizationType(info.type_id))

@@ -144,6 +144,10 @@ class Results:
         try:
             text = read_text(file, most=_MOST_BYTES)
         except FileNotFoundError as error:
+            if not os.path.isdir(folder):
+                raise ConfigError(
+                    f"there is no folder {folder}: check the path"
+                ) from error
             raise ConfigError(
                 f"{folder} holds no results: there is no {FILE} in it"
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,9 +202,9 @@ def describe(options: Options) -> list[str]:
     memory = {
         "target": format_size(whole * dtype.size),
         "draft and optimizer": format_size(learnt * (16 + dtype.size)),
-        "a chunk's logits": format_size(logits),
-        "target states": f"{format_size(seen * dtype.size)} a position, up to "
-        f"{format_size(plan.states_bytes)}",
+        "logits": format_size(logits),
+        "target states": f"up to {format_size(plan.states_bytes)}, "
+        f"{format_size(seen * dtype.size)} a position",
     }
     budget, (minutes, tokens) = options.budget, options.data_budget
     writing = [f"{minutes:g} minutes"] * (minutes < float("inf"))
@@ -222,9 +223,9 @@ def describe(options: Options) -> list[str]:
         f"{options.computing}",
         f"writing:  {plan.writers} rows at once, up to {' or '.join(writing)}",
         f"training: {plan.block_tokens} tokens a step, {length}",
-        "memory:   " + ", ".join(f"{k} {v}" for k, v in memory.items()),
+        *_under("memory:", [f"{what}: {size}" for what, size in memory.items()]),
         f"time:     {_time(budget, rate)}",
-        *_notes(budget, rate, plan.block_tokens, block=block),
+        *_notes(budget, rate, plan.block_tokens, options),
     ]
 
 
@@ -236,23 +237,34 @@ def _time(budget: Budget, rate: float) -> str:
     return f"{about}: {learnt} tokens in {budget.minutes:g} minutes, and writing"
 
 
-def _notes(budget: Budget, rate: float, step: int, *, block: bool) -> list[str]:
-    """Notes on a budget that is too small to be of use."""
-    tokens = _tokens(budget, rate)
+def _notes(budget: Budget, rate: float, step: int, options: Options) -> list[str]:
+    """Notes on a budget that is too small to be of use, with the way out."""
+    tokens, block = _tokens(budget, rate), options.kind == "block"
+    ways = ["raise --minutes or --tokens"]
     if tokens < step:
-        return [
-            f"note:     {_amount(tokens)} tokens of training are less than one step, "
-            f"of {step}: raise --minutes or --tokens, or lower --block-tokens"
-        ]
-    if block or tokens >= FEW_TOKENS:  # the next note holds only for drafts of layers
+        small = f"less than one step, of {step}"
+        ways.append("lower --block-tokens")
+    elif block or tokens >= FEW_TOKENS:  # the numbers hold only for drafts of layers
         return []
-    use = "too little to be of use" if tokens < USELESS_TOKENS else "little"
-    return [
-        f"note:     {_amount(tokens)} tokens of training are {use}: four layers of "
-        f"SmolLM2-135M learnt most of what they could from {_amount(MOST_TOKENS)}, "
-        f"here {_span(MOST_TOKENS / rate)}, and nothing more after "
-        f"{_amount(ALL_TOKENS)}"
-    ]
+    else:
+        small = "too little to be of use" if tokens < USELESS_TOKENS else "little"
+    if options.where == "cpu":
+        ways.insert(0, "train on a GPU")
+    notes = [f"{_amount(tokens)} tokens of training are {small}"]
+    if not block:
+        notes.append(
+            "four layers of SmolLM2-135M learnt most of what they could from "
+            f"{_amount(MOST_TOKENS)}, here {_span(MOST_TOKENS / rate)}, and nothing "
+            f"more after {_amount(ALL_TOKENS)}"
+        )
+    notes.append(f"way out: {', or '.join(ways)}")
+    return _under("note:", notes)
+
+
+def _under(title: str, lines: Sequence[str]) -> list[str]:
+    """Lines in a column of their own, the first of them after a title."""
+    titles = [title] + [""] * (len(lines) - 1)
+    return [f"{each:10}{line}" for each, line in zip(titles, lines, strict=True)]
 
 
 def _tokens(budget: Budget, rate: float) -> float:

@@ -69,7 +69,7 @@ def test_drafts_are_drawn_together(
         assert f">{text}<" in length
     assert ">T = 0.7<" not in length
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install" in main(arguments)
+    assert "pip install '.[bench]' in a checkout" in main(arguments)
     with pytest.raises(SystemExit, match="usage"):
         main([])
 
