@@ -53,4 +53,5 @@ def test_run_with_the_default_target(tmp_path: Path) -> None:
     assert drafted == stdout
     assert "draft:       smollm2-135m-instruct, 3 tokens a round" in stderr
     rate = re.search(r"(?m)^acceptance:  rate ([\d.]+), length", stderr)
-    assert rate is not None and 0 < float(rate[1]) <= 1
+    assert rate is not None
+    assert 0 < float(rate[1]) <= 1
