@@ -68,6 +68,8 @@ class _Group(click.Group):
                 # If an option lacks its value, click does not name the command.
                 error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
             raise
+        except KeyboardInterrupt:
+            raise click.Abort from None  # click itself would print an empty line, too
         except PromptFileError:
             raise  # its words are the user's, not names of fields
         except ConfigError as error:

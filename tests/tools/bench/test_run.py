@@ -348,8 +348,8 @@ def test_two_runs_are_compared(whole: Path, tiny: Tiny, tmp_path: Path) -> None:
         (["bench", "prefix", "--set", "batch=0"], "recipe prefix: sweep.batch is 0"),
         (["bench", "prefix", "--out", " "], "--out is empty"),
         (["bench", "prefix", "--compare", "a", "b"], "--compare takes two folders"),
-        (["bench", "--compare", "nothing", "b"], "nothing holds no results"),
-        (["report", "nothing"], "nothing holds no results"),
+        (["bench", "--compare", "nothing", "b"], "there is no folder nothing: check"),
+        (["report", "nothing"], "there is no folder nothing: check"),
         (["bench", "acceptance-gsm8k"], "prompts.source is missing: give it"),
     ],
 )
