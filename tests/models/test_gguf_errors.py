@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelNameError, match=r"no model at .*: give a folder"):
+    with pytest.raises(ModelNameError, match=r"no model at .*: there is no such file"):
         load(tmp_path / "no.gguf")
     with pytest.raises(ModelNotFoundError, match="No such file"):
         load_gguf(tmp_path / "no.gguf")

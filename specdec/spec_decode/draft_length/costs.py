@@ -90,6 +90,11 @@ class ForwardCosts:
         seconds = near.draft_once + k * near.draft_step
         return seconds * self._grown(num_rows) if k else 0.0
 
+    def at_once(self, num_rows: int) -> bool:
+        """Whether drafting takes mostly the same time for any number of tokens."""
+        near = self._near(num_rows)
+        return near.draft_once > near.draft_step
+
     def _near(self, num_rows: int) -> Forwards:
         near = min(self._by_rows, key=lambda b: abs(log2(b / num_rows)))
         return self._by_rows[near]

@@ -116,11 +116,14 @@ class GoodputPolicy:
     def _ladder(self, state: BatchState) -> list[int]:
         """The values of k to choose from: a few positions beyond those tried.
 
-        Longer ones are in reach where they cost hardly more.
+        Longer ones are in reach where a block is drafted at once and they cost hardly
+        more.
         """
         room = min(self.max_draft_tokens, max(state.room, default=0))
         top = min(room, 2 * self.acceptance.measured + 1)
-        most = HARDLY_MORE * self.costs.relative(state.num_rows, top)
+        most = 0.0
+        if self.costs.forwards.at_once(state.num_rows):
+            most = HARDLY_MORE * self.costs.relative(state.num_rows, top)
         return [
             k
             for k in sorted({*LADDER, room})
