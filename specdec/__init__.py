@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .parallel import Ranks
     from .request import TokenLogprobs
     from .sampling_params import SamplingParams
+    from .utils.blas import load_blas
 
     __version__: str
 
@@ -60,6 +61,7 @@ __all__ = [
     "UnsupportedModelError",
     "VocabularyMismatchError",
     "__version__",
+    "load_blas",
 ]
 
 # Modules of the names in ``__all__``; those that are not here are errors.
@@ -74,6 +76,7 @@ _HOMES = {
     "SpecDecoder": "decoder",
     "StreamEvent": "outputs",
     "TokenLogprobs": "request",
+    "load_blas": "utils.blas",
 }
 
 

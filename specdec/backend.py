@@ -8,16 +8,21 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from .errors import CompilerMissingError
+from .utils.blas import is_fast
+from .utils.extras import install
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
 
+#: What ``describe`` calls the BLAS of MLX's wheel for Linux.
+REFERENCE_BLAS = "reference BLAS"
 _INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
 
 
@@ -186,8 +191,33 @@ def check_compiler() -> str | None:
     return None
 
 
+def product_note(dtype: str | None) -> str | None:
+    """A line to show if a CPU could multiply matrices several times as fast.
+
+    Args:
+        dtype: the type that weights are loaded in; ``None``: as they are stored.
+    """
+    if (described := describe())["backend"] != "cpu" or not (blas := described["blas"]):
+        return None
+    if blas == REFERENCE_BLAS:
+        return (
+            "MLX multiplies with a reference BLAS here, which takes many times as long "
+            f"as OpenBLAS: {install('cpu')}, and g++ ({_INSTALL})"
+        )
+    if dtype == "float32":
+        return None
+    return (
+        "on this CPU MLX is fastest by far in float32, which takes 4 bytes a weight: "
+        "--dtype float32"
+    )
+
+
 def describe() -> dict[str, str]:
-    """Versions and device, for reports."""
+    """Versions and device, for reports.
+
+    ``blas`` is the library that a CPU multiplies float32 matrices with; it is empty on
+    a GPU and where MLX uses the system's.
+    """
     import mlx.core as mx
 
     device = mx.device_info().get("device_name", "unknown")
@@ -198,8 +228,15 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "backend": defaults().name,
+        "blas": _blas(),
         "device": str(device),
     }
+
+
+def _blas() -> str:
+    if defaults().name != "cpu" or sys.platform != "linux":
+        return ""
+    return "OpenBLAS" if is_fast() else REFERENCE_BLAS
 
 
 def _fused(x):  # type: ignore[no-untyped-def]

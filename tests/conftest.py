@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from specdec.utils.blas import load_blas
+
 if TYPE_CHECKING:
     import mlx.nn as nn
 
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 # No test uses the network; a hub id that is not in the cache fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# As commands do, before MLX is imported. A worker has about one core.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+load_blas()
 
 # MLX compiles on first use, so one slow example says nothing. Every run has the same
 # examples, so that a failure comes from a change.

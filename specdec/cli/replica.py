@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..prompts import templates
+from ..utils.blas import load_blas
 from ..utils.child import module_process
 from .output import report, show_warnings, silence_third_parties
 from .ranks import cuda_devices
@@ -74,6 +75,7 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silence_third_parties()
     show_warnings()
+    load_blas()
     try:
         loading["config"] = within_share(loading.get("config"), sharing)
         _serve(path, loading, config, parent)

@@ -228,16 +228,17 @@ def run(
         output = OutputFile("--output", output_file, file, prepare)
 
     show_warnings(notes=not quiet)
-    from ..backend import check_compiler
+    from ..backend import check_compiler, product_note
 
+    loading = models.arguments(config)
     draft_note = _draft_note(config.num_draft_tokens) if models.spec else None
-    for text in filter(None, (check_compiler(), draft_note) if not quiet else ()):
+    notes = (check_compiler(), product_note(loading["dtype"]), draft_note)
+    for text in filter(None, notes if not quiet else ()):
         note(text)
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
         of_all = per_prompt(requests, len(records))
         requests = [of_all[index] for index in left]
-    loading = models.arguments(config)
     job: _Here | RayJob
     if ray is not None:
         check_extra("--ray", "ray", "ray")

@@ -215,9 +215,9 @@ def serve(
     from ..server.running import bind
 
     with bind(host, port) as listener:
-        from ..backend import check_compiler
+        from ..backend import check_compiler, product_note
 
-        notes = [check_compiler()]
+        notes = [check_compiler(), product_note(loading["dtype"])]
         if not server.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
         for text in filter(None, notes if not quiet else ()):

@@ -179,6 +179,7 @@ def measure_forwards(
     if drafter.hidden_layers:
         verify(proposed + 1)
         hidden = rows.hidden
+        mx.eval(hidden)  # else the first round that reads it computes the forward
     try:
         runs[0] = _Drafting(target, drafter, num_rows, hidden, proposed).propose
         seconds[0] = watch.settled(runs[0], 2 * plain)
@@ -358,7 +359,7 @@ def cost_key(
         _drafter_facts(drafter),
         (config.kv_bits, config.kv_group_size, config.max_kv_size),
         defaults,
-        [described[name] for name in ("specdec", "mlx", "backend", "device")],
+        [described[name] for name in ("specdec", "mlx", "backend", "blas", "device")],
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

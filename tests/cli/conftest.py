@@ -132,6 +132,7 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> FakeDecoder:
     module.SpecDecoder = fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specdec.decoder", module)
     monkeypatch.setattr("specdec.backend.check_compiler", lambda: None)
+    monkeypatch.setattr("specdec.backend.product_note", lambda dtype: None)
     monkeypatch.setattr("specdec.model_names.default_draft", lambda: None)
     return fake
 

@@ -227,7 +227,9 @@ def test_table_and_json_agree() -> None:
     lines = found.table().splitlines()
     assert lines[0] == "8B: 1 row of 8192 tokens"
     assert lines[2].split() == ["loading", "prefill", "decoding"]
-    assert next(x for x in lines if x.startswith("target weights")).count("16.0 GB") == 3
+    assert (
+        next(x for x in lines if x.startswith("target weights")).count("16.0 GB") == 3
+    )
     assert "fits" in lines[-5]
     unknown = estimate(None)
     assert unknown.fits is None

@@ -203,7 +203,10 @@ def test_paths_and_the_home_folder(
             "owner/no-such-model",
             "the hub cannot be reached: while online, fetch it with: hf download owner",
         ),
-        ("no-such.gguf", "no model at no-such.gguf: there is no such file: check the path"),
+        (
+            "no-such.gguf",
+            "no model at no-such.gguf: there is no such file: check the path",
+        ),
         ("self:4bit", "is a draft"),
     ],
 )

@@ -45,6 +45,7 @@ class Machine:
     python: str
     specdec: str = ""
     platform: str = ""
+    blas: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,8 @@ class Start:
             where += f", {m.platform}"
         if m.backend != "cpu":
             where = f"{m.device} ({m.backend}); {where}"
+        if m.blas:
+            where += f", {m.blas}"
         versions = f"MLX {m.mlx}, mlx-lm {m.mlx_lm}, Python {m.python}"
         changed = "+changes" * self.commit.endswith("+changes")
         made = f"commit {self.commit[:12]}{changed}"
