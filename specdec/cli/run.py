@@ -232,8 +232,7 @@ def run(
 
     loading = models.arguments(config)
     draft_note = _draft_note(config.num_draft_tokens) if models.spec else None
-    notes = (check_compiler(), product_note(loading["dtype"]), draft_note)
-    for text in filter(None, notes if not quiet else ()):
+    for text in filter(None, (check_compiler(), draft_note) if not quiet else ()):
         note(text)
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
@@ -250,6 +249,8 @@ def run(
         if not raw:
             templates.start()
         job = _Here(*ranks.load(tensor_parallel, **loading))
+        if not quiet and (text := product_note(loading["dtype"])):
+            note(text)
     events = job.events(left, records, requests, encoding)
 
     total = len(left) + turns

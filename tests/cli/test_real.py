@@ -16,7 +16,7 @@ PROMPTS = "Name a river in France.\nWhat is 6 times 7?\n"
 def run(tmp_path: Path, *arguments: str) -> tuple[str, str, list[str]]:
     """Standard output, standard error, and texts in the order of the prompts."""
     output = tmp_path / "out.jsonl"
-    code = "from specdec.cli import main; main()"
+    code = "from specdec.__main__ import main; main()"
     options = ["--dtype", "float32", "--max-tokens", "5", "--ignore-chat-template"]
     options += ["--output", str(output)]
     done = subprocess.run(

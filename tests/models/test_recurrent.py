@@ -414,7 +414,9 @@ def test_any_history_ends_in_the_states_of_its_tokens(
                 want,
                 [(0, 0), (got.shape[1] - want.shape[1], 0), *[(0, 0)] * (got.ndim - 2)],
             )
-            assert mx.allclose(got, want, rtol=1e-3, atol=1e-4), (row, text)
+            # States grow to a thousand, and sums are rounded by the batch's shape.
+            least = max(1e-4, 1e-6 * mx.abs(want).max().item())
+            assert mx.allclose(got, want, rtol=1e-3, atol=least), (row, text)
 
 
 def test_state_and_merge_are_whole() -> None:

@@ -13,9 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec.tools.distill import checkpoint, job
+from specdec import load_blas
 
-from .harness import options, run
+load_blas()  # as the tests do that compare the weights
+
+from specdec.tools.distill import checkpoint, job  # noqa: E402
+
+from .harness import options, run  # noqa: E402
 
 
 def main() -> None:
