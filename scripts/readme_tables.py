@@ -72,8 +72,7 @@ JOBS = [
 # ruff: noqa: E501
 # fmt: off
 TABLES = {
-    "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms", "peak")),
-    "cpu-draft": Table("acceptance-quick", "SmolLM2 with its draft, two CPU cores", ("batch", "rate", "tokens per round", "/ no draft"), ("batch 1: specdec, smollm2-135m-instruct, k = 3", "batch 4: specdec, smollm2-135m-instruct, k = 3")),
+    "cpu-jobs": Table("jobs-cpu", "two CPU cores, whole jobs", ("batch", "job tokens/s", "/ no draft", "/ mlx-lm")),
     "h200-plain": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
     "h200-jobs": Table("jobs-smollm2-h200", "one H200, whole jobs", ("batch", "job tokens/s", "/ no draft", "/ mlx-lm"), JOBS),
     "h200-auto": Table(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .parallel import Ranks
     from .request import TokenLogprobs
     from .sampling_params import SamplingParams
-    from .utils.blas import load_blas
 
     __version__: str
 
@@ -61,7 +60,6 @@ __all__ = [
     "UnsupportedModelError",
     "VocabularyMismatchError",
     "__version__",
-    "load_blas",
 ]
 
 # Modules of the names in ``__all__``; those that are not here are errors.
@@ -76,7 +74,6 @@ _HOMES = {
     "SpecDecoder": "decoder",
     "StreamEvent": "outputs",
     "TokenLogprobs": "request",
-    "load_blas": "utils.blas",
 }
 
 
@@ -88,8 +85,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         found: Any = _version()
     else:
-        home = import_module(f".{_HOMES.get(name, 'errors')}", __name__)
-        found = getattr(home, name)
+        home = _HOMES.get(name, "errors")
+        if home == "decoder":
+            import_module(".utils.blas", __name__).load_blas()  # before it loads mlx
+        found = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = found
     return found
 

@@ -45,7 +45,7 @@ def load_blas() -> bool:
 
     Call it before MLX is imported; later, nothing happens. Nor does it on macOS, with
     CUDA, if MLX is no wheel for Linux, or if a BLAS was preloaded (``LD_PRELOAD``).
-    The commands of specdec call it.
+    Commands and ``from specdec import SpecDecoder`` do so.
 
     Returns:
         Whether MLX multiplies with another BLAS than the reference.

@@ -73,6 +73,8 @@ def test_mlx_calls_it(tmp_path: Path, reference: str) -> None:
     compiled = shim.stat().st_mtime_ns
     assert products(XDG_CACHE_HOME=str(tmp_path)) == [fast, digest]
     assert shim.stat().st_mtime_ns == compiled
+    first = "from specdec import SpecDecoder; fast = True"
+    assert products(first, XDG_CACHE_HOME=str(tmp_path)) == [fast, digest]
 
 
 def test_too_late(tmp_path: Path, reference: str) -> None:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec import load_blas
+from specdec.utils.blas import load_blas
 
 load_blas()  # as the tests do that compare the weights
 
