@@ -249,8 +249,8 @@ def run(
         if not raw:
             templates.start()
         job = _Here(*ranks.load(tensor_parallel, **loading))
-        if not quiet and (text := product_note(loading["dtype"])):
-            note(text)
+        if not quiet and (advice := product_note(loading["dtype"])):
+            note(advice)
     events = job.events(left, records, requests, encoding)
 
     total = len(left) + turns

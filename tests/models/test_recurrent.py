@@ -415,7 +415,7 @@ def test_any_history_ends_in_the_states_of_its_tokens(
                 [(0, 0), (got.shape[1] - want.shape[1], 0), *[(0, 0)] * (got.ndim - 2)],
             )
             # States grow to a thousand, and sums are rounded by the batch's shape.
-            least = max(1e-4, 1e-6 * mx.abs(want).max().item())
+            least = max(1e-4, 1e-6 * float(mx.abs(want).max()))
             assert mx.allclose(got, want, rtol=1e-3, atol=least), (row, text)
 
 
