@@ -50,7 +50,7 @@ find_backend() {
 # MLX calls g++ by that name, whatever CXX says, and runs unfused without it.
 check_compiler() {
   [ "$backend" != cpu ] || command -v g++ >/dev/null ||
-    say "no g++ found: MLX runs without fused kernels, a little slower" \
+    say "no g++ found: MLX runs without fused kernels and OpenBLAS, many times slower" \
       "(Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)"
 }
 

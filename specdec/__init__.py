@@ -87,7 +87,9 @@ def __getattr__(name: str) -> Any:
     else:
         home = _HOMES.get(name, "errors")
         if home == "decoder":
-            import_module(".utils.blas", __name__).load_blas()  # before it loads mlx
+            from .utils.blas import load_blas
+
+            load_blas()  # before mlx is imported
         found = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = found
     return found

@@ -8,21 +8,17 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from .errors import CompilerMissingError
-from .utils.blas import is_fast
-from .utils.extras import install
+from .utils.blas import load_blas
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
 
-#: What ``describe`` calls the BLAS of MLX's wheel for Linux.
-REFERENCE_BLAS = "reference BLAS"
 _INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
 
 
@@ -37,7 +33,7 @@ class BackendDefaults:
             on other backends every extra column costs time instead.
         static_shapes: keep shapes the same from round to round, even if that computes
             a little more, because each new shape takes time.
-        costs_by_token: a forward takes time in proportion to its tokens, and little to
+        costs_by_token: a forward takes longer with every token, and little time to
             launch. So rounds with a draft are read at once and verify nothing in vain,
             and costs measured with one row are scaled to any number of rows.
         join_rounds: how many rounds the prefill of joining rows takes, if launches
@@ -197,17 +193,18 @@ def product_note(dtype: str | None) -> str | None:
     Args:
         dtype: the type that weights are loaded in; ``None``: as they are stored.
     """
-    if (described := describe())["backend"] != "cpu" or not (blas := described["blas"]):
+    blas, remedy = load_blas()
+    if defaults().name != "cpu" or not blas:
         return None
-    if blas == REFERENCE_BLAS:
+    if remedy:
         return (
-            "MLX multiplies with a reference BLAS here, which takes many times as long "
-            f"as OpenBLAS: {install('cpu')}, and g++ ({_INSTALL})"
+            "MLX multiplies float32 matrices with a reference BLAS here, which takes "
+            f"many times as long as OpenBLAS: {remedy}"
         )
     if dtype == "float32":
         return None
     return (
-        "on this CPU MLX is fastest by far in float32, which takes 4 bytes a weight: "
+        "on this CPU MLX is fastest by far with float32 weights, of 4 bytes each: "
         "--dtype float32"
     )
 
@@ -215,8 +212,8 @@ def product_note(dtype: str | None) -> str | None:
 def describe() -> dict[str, str]:
     """Versions and device, for reports.
 
-    ``blas`` is the library that a CPU multiplies float32 matrices with; it is empty on
-    a GPU and where MLX uses the system's.
+    ``blas`` is what a CPU multiplies float32 matrices with (see
+    :func:`~specdec.utils.blas.load_blas`).
     """
     import mlx.core as mx
 
@@ -228,15 +225,9 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "backend": defaults().name,
-        "blas": _blas(),
+        "blas": load_blas()[0] if defaults().name == "cpu" else "",
         "device": str(device),
     }
-
-
-def _blas() -> str:
-    if defaults().name != "cpu" or sys.platform != "linux":
-        return ""
-    return "OpenBLAS" if is_fast() else REFERENCE_BLAS
 
 
 def _fused(x):  # type: ignore[no-untyped-def]

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import pytest
 
 from specdec import backend
 from specdec.errors import CompilerMissingError
+from specdec.utils.blas import load_blas
 
 needs_cpu_backend = pytest.mark.skipif(
     backend.defaults().name != "cpu", reason="MLX runs on a GPU here"
@@ -149,4 +151,29 @@ def test_describe_is_for_reports() -> None:
     }
     assert all(isinstance(value, str) for value in described.values())
     assert all(value for name, value in described.items() if name != "blas")
+    assert described["blas"] in (load_blas()[0], "")
     assert described["mlx_lm"].startswith("0.32.")
+
+
+@pytest.mark.parametrize(
+    ("name", "blas", "dtype", "words"),
+    [
+        ("cpu", ("OpenBLAS", ""), None, "--dtype float32"),
+        ("cpu", ("OpenBLAS", ""), "bfloat16", "--dtype float32"),
+        ("cpu", ("OpenBLAS", ""), "float32", None),
+        ("cpu", ("reference BLAS", "install it"), "float32", "OpenBLAS: install it"),
+        ("cpu", ("", ""), "bfloat16", None),  # a Mac's
+        ("cuda", ("", ""), "bfloat16", None),
+    ],
+)
+def test_what_would_multiply_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    name: Literal["cpu", "cuda"],
+    blas: tuple[str, str],
+    dtype: str | None,
+    words: str | None,
+) -> None:
+    monkeypatch.setattr(backend, "defaults", lambda: backend._DEFAULTS[name])
+    monkeypatch.setattr(backend, "load_blas", lambda: blas)
+    found = backend.product_note(dtype)
+    assert found is None if words is None else words in (found or "")

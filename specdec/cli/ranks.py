@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ..parallel import Follower, Leader, Ranks, launched_rank
+from ..utils.blas import own_threads
 from ..utils.child import module_process
 from . import options
 from .output import FAILURE, show_error
@@ -157,7 +158,7 @@ def _start(size: int, until_joined: ExitStack) -> None:
     until_joined.push(partial(_over, started, joined))
     for rank in range(1, size):
         program, own = module_process("specdec")
-        own |= {**environment, "MLX_RANK": str(rank)}
+        own |= {**environment, **own_threads(size), "MLX_RANK": str(rank)}
         if devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = devices[rank]
         process = subprocess.Popen(

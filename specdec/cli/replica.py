@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..prompts import templates
-from ..utils.blas import load_blas
+from ..utils.blas import load_blas, own_threads
 from ..utils.child import module_process
 from .output import report, show_warnings, silence_third_parties
 from .ranks import cuda_devices
@@ -63,7 +63,8 @@ def command(
     program, environment = module_process("specdec.cli.replica")
     sharing = environments.count(environments[index])
     greeting = pickle.dumps((path, dict(loading), config, sharing))
-    return Command(program, {**environment, **environments[index]}, greeting)
+    own = own_threads(len(environments))
+    return Command(program, {**environment, **own, **environments[index]}, greeting)
 
 
 def main() -> int:

@@ -2,9 +2,9 @@
 
 MLX's wheel for Linux brings the reference BLAS, which multiplies float32 matrices on
 one core, a number at a time. A function of a library that is loaded for all, before
-MLX is, takes the place of the wheel's. The package ``scipy-openblas32`` has OpenBLAS
-under prefixed names, so a few lines of C++ pass MLX's calls on. They are compiled once,
-with the g++ that MLX calls too.
+MLX is, takes the place of the wheel's function. The package ``scipy-openblas32`` has
+OpenBLAS under prefixed names, so a few lines of C++ pass MLX's calls on. They are
+compiled with the g++ that MLX calls too, and kept.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
+import stat
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from .extras import install
 from .files import replace_file
 from .kept import kept_path
 
@@ -38,28 +43,53 @@ GEMM(cblas_dgemm, double, double)
 GEMM(cblas_cgemm, const void*, void)
 }
 """
+_COMPILE_SECONDS = 60
 
 
-def load_blas() -> bool:
+@cache
+def load_blas() -> tuple[str, str]:
     """Let MLX's CPU backend multiply float32 matrices with OpenBLAS.
 
-    Call it before MLX is imported; later, nothing happens. Nor does it on macOS, with
-    CUDA, if MLX is no wheel for Linux, or if a BLAS was preloaded (``LD_PRELOAD``).
-    Commands and ``from specdec import SpecDecoder`` do so.
+    The first call decides; it must come before MLX is imported. Commands and
+    ``from specdec import SpecDecoder`` make it. Nothing happens on macOS, with CUDA, if
+    MLX is not the wheel for Linux, or if a BLAS was preloaded (``LD_PRELOAD``).
 
     Returns:
-        Whether MLX multiplies with another BLAS than the reference.
+        The BLAS that MLX has: "OpenBLAS", "preloaded BLAS", "reference BLAS", or "" if
+        MLX is no wheel for Linux. Then the way out of the reference BLAS, or "".
     """
-    if "mlx.core" not in sys.modules and not is_fast():
-        # The package or g++ may be missing, or be of another architecture.
-        with suppress(OSError, subprocess.CalledProcessError):
-            _load()
-    return is_fast()
+    if not _brings_reference():
+        return "", ""
+    if hasattr(ctypes.CDLL(None), "cblas_sgemm"):
+        return "preloaded BLAS", ""
+    if "mlx.core" in sys.modules:
+        return "reference BLAS", "import specdec's SpecDecoder before mlx"
+    package = find_spec(_PACKAGE)
+    if package is None or package.origin is None:
+        return "reference BLAS", install("cpu")
+    library = Path(package.origin).parent / "lib" / _LIBRARY
+    # Of this machine's kind: folders of users are shared, and so may site-packages be.
+    kind = f"{platform.machine()} {platform.libc_ver()}"
+    known = hashlib.sha256(f"{library}\n{kind}\n{_SHIM}".encode()).hexdigest()[:16]
+    shim = kept_path(f"openblas-{known}.so")
+    try:
+        _load(shim)
+    except OSError:  # not compiled yet, somebody else's, or damaged
+        try:
+            _compile(library, shim)
+        except (OSError, subprocess.SubprocessError):
+            return "reference BLAS", (
+                "install g++, or repair it (Debian, Ubuntu: apt-get install g++; "
+                "Fedora: dnf install gcc-c++)"
+            )
+    return "OpenBLAS", ""
 
 
-def is_fast() -> bool:
-    """Whether MLX's BLAS is another than the reference."""
-    return not _brings_reference() or hasattr(ctypes.CDLL(None), "cblas_sgemm")
+def own_threads(processes: int) -> dict[str, str]:
+    """The environment of one of several processes that share this machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    name = "OPENBLAS_NUM_THREADS"
+    return {name: os.environ.get(name, str(max(1, cores // processes)))}
 
 
 def _brings_reference() -> bool:
@@ -72,28 +102,31 @@ def _brings_reference() -> bool:
     )
 
 
-def _load() -> None:
-    spec = find_spec(_PACKAGE)
-    if spec is None or spec.origin is None:
-        return
-    library = Path(spec.origin).parent / "lib" / _LIBRARY
-    known = hashlib.sha256(f"{library}\n{_SHIM}".encode()).hexdigest()[:16]
-    shim = kept_path(f"openblas-{known}.so")
-    if not shim.exists():
-        _compile(library, shim)
+def _load(shim: Path) -> None:
+    """Load the library for all; one that others could have written is refused."""
+    found = shim.lstat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise PermissionError(f"{shim} is not this user's own")
     ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
 
 
 def _compile(library: Path, shim: Path) -> None:
-    """Write the shim, whole or not at all: other processes may be doing the same."""
-    shim.parent.mkdir(parents=True, exist_ok=True)
-    made = shim.with_suffix(f".{os.getpid()}.so")
-    command = ["g++", "-shared", "-fPIC", "-O2", "-x", "c++", "-", "-o", str(made)]
-    linked = ["-x", "none", str(library), f"-Wl,-rpath,{library.parent}"]
-    try:
+    """Compile the library and load it; keep it, if the cache folder can be written."""
+    with TemporaryDirectory(prefix="specdec-") as folder:
+        made = Path(folder, shim.name)
         subprocess.run(
-            [*command, *linked], input=_SHIM.encode(), check=True, capture_output=True
+            [
+                *("g++", "-shared", "-fPIC", "-O2", "-o", str(made)),
+                *("-x", "c++", "-", "-x", "none", str(library)),
+                *("-Xlinker", "-rpath", "-Xlinker", str(library.parent)),
+            ],
+            input=_SHIM.encode(),
+            check=True,
+            capture_output=True,
+            timeout=_COMPILE_SECONDS,
         )
-        replace_file(shim, made.read_bytes())
-    finally:
-        made.unlink(missing_ok=True)
+        made.chmod(0o700)
+        _load(made)
+        with suppress(OSError):
+            shim.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(shim, made.read_bytes(), private=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,15 @@ from .files import replace_file
 
 
 def kept_path(name: str) -> Path:
-    """Path of a file in the user's cache folder, ``$XDG_CACHE_HOME/specdec``."""
-    home = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return Path(home or Path.home() / ".cache") / "specdec" / name
+    """Path of a file in the user's cache folder, ``$XDG_CACHE_HOME/specdec``.
+
+    Without a home folder no such file exists, and none can be written.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "").strip() or os.devnull)
+    if folder == Path(os.devnull):
+        with suppress(RuntimeError):
+            folder = Path.home() / ".cache"
+    return folder / "specdec" / name
 
 
 class KeptEntries:
@@ -50,6 +56,6 @@ class KeptEntries:
         kept = dict(list(entries.items())[-self._most :])
         text = json.dumps({"version": self._version, self._name: kept})
         # It is a cache: without it, the next process finds the entry again.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, text.encode())
