@@ -59,7 +59,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dtype", "adapter_path", "draft_adapter_path", "revision",
         "trust_remote_code", "tensor_parallel", "system_prompt", "prefill_response",
         "chat_template", "chat_template_config", "ignore_chat_template",
-        "kind", "form", "block_size", "layers", "widen", "bits", "layers_only",
+        "begin_with", "kind", "form", "block_size", "layers", "widen", "bits",
+        "layers_only",
     ),
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
     "Data and training": (

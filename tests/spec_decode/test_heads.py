@@ -16,6 +16,7 @@ import pytest
 from specdec import SpecDecoder, UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
+from specdec.engine import profiler
 from specdec.engine.admission import row_needs
 from specdec.engine.build import check_before_loading
 from specdec.engine.engine import Engine
@@ -480,6 +481,33 @@ def test_a_prefix_fits_beside_rows_that_are_not_drafted_for(
         assert request.tokens == greedy(lender.model, prompt, 4)
         assert request.prefix_tokens == 17 * i
     assert engine.stats.draft_error is None
+
+
+def test_drafting_is_timed_without_the_targets_forward(
+    lender: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states not yet computed: the first round that read them took a forward."""
+    drafter, _ = drafter_of(tmp_path, CONFIGS["dspark"], lender)
+    runner = ModelRunner(lender.model, "target", EngineConfig(), AT_ONCE)
+    runner = runner.recording(drafter.hidden_layers)
+    evaluated: list[Any] = []
+    wait, rows_of = mx.eval, profiler._Drafting
+
+    def noting(*arrays: Any) -> None:
+        evaluated.extend(arrays)
+        wait(*arrays)
+
+    def drafting(*arguments: Any) -> Any:
+        hidden = arguments[3]
+        if hidden.shape[1] > 2:  # else a part of what was computed
+            given.append(any(array is hidden for array in evaluated))
+        return rows_of(*arguments)
+
+    given: list[bool] = []
+    monkeypatch.setattr(mx, "eval", noting)
+    monkeypatch.setattr(profiler, "_Drafting", drafting)
+    measure_forwards(runner, drafter, 2, max_draft_tokens=K, budget_seconds=0.05)
+    assert given == [True]
 
 
 def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
