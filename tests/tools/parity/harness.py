@@ -23,8 +23,8 @@ TinyModel = Callable[..., Any]
 class Rounding(llama.Model):
     """A model whose logits depend a little on the shape of the forward.
 
-    As 16-bit arithmetic has it on most machines; MLX's CPU backend gives models of
-    this size the same bits in every shape.
+    As 16-bit arithmetic has it on most machines; MLX's CPU backend rounds models
+    of this size almost alike in every shape.
     """
 
     def __call__(
