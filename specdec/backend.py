@@ -15,11 +15,10 @@ from typing import Literal
 
 from .errors import CompilerMissingError
 from .utils.blas import load_blas
+from .utils.extras import INSTALL_GXX
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
-
-_INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def check_compiler() -> str | None:
     if defaults().name != "cpu":
         return None
     if shutil.which("g++") is None:
-        return f"no g++ found, so MLX runs without fused kernels ({_INSTALL})"
+        return f"no g++ found, so MLX runs without fused kernels ({INSTALL_GXX})"
     try:
         # MLX keeps the compiled kernel on disk: half a second, once.
         mx.eval(mx.compile(_fused)(mx.zeros(1)))
@@ -182,7 +181,7 @@ def check_compiler() -> str | None:
         reason = str(error).rpartition("the output is:")[2].strip().splitlines()
         raise CompilerMissingError(
             f"MLX cannot compile its kernels: {reason[0] if reason else error} "
-            f"(repair g++, or take it off PATH to run unfused; {_INSTALL})"
+            f"(repair g++, or take it off PATH to run unfused; {INSTALL_GXX})"
         ) from error
     return None
 

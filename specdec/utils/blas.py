@@ -1,7 +1,7 @@
 """OpenBLAS for MLX's CPU backend on Linux. No mlx here.
 
 MLX's wheel for Linux brings the reference BLAS, which multiplies float32 matrices on
-one core, a number at a time. A function of a library that is loaded for all, before
+one core, and is tuned for no processor. A function of a library that is loaded for all, before
 MLX is, takes the place of the wheel's function. The package ``scipy-openblas32`` has
 OpenBLAS under prefixed names, so a few lines of C++ pass MLX's calls on. They are
 compiled with the g++ that MLX calls too, and kept.
@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .extras import install
+from .extras import INSTALL_GXX, install
 from .files import replace_file
 from .kept import kept_path
 
@@ -78,10 +78,7 @@ def load_blas() -> tuple[str, str]:
         try:
             _compile(library, shim)
         except (OSError, subprocess.SubprocessError):
-            return "reference BLAS", (
-                "install g++, or repair it (Debian, Ubuntu: apt-get install g++; "
-                "Fedora: dnf install gcc-c++)"
-            )
+            return "reference BLAS", f"install g++, or repair it ({INSTALL_GXX})"
     return "OpenBLAS", ""
 
 

@@ -1,6 +1,9 @@
-"""Names the project's extras in messages about packages that are missing."""
+"""How to install what messages report as missing."""
 
 from __future__ import annotations
+
+#: The compiler that MLX calls on Linux.
+INSTALL_GXX = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
 
 
 def install(extra: str) -> str:
