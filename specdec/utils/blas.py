@@ -1,10 +1,10 @@
 """OpenBLAS for MLX's CPU backend on Linux. No mlx here.
 
 MLX's wheel for Linux brings the reference BLAS, which multiplies float32 matrices on
-one core, and is tuned for no processor. A function of a library that is loaded for all, before
-MLX is, takes the place of the wheel's function. The package ``scipy-openblas32`` has
-OpenBLAS under prefixed names, so a few lines of C++ pass MLX's calls on. They are
-compiled with the g++ that MLX calls too, and kept.
+one core, and is tuned for no processor. A function of a library that is loaded for
+all, before MLX is, takes the place of the wheel's function. The package
+``scipy-openblas32`` has OpenBLAS under prefixed names, so a few lines of C++ pass MLX's
+calls on. They are compiled with the g++ that MLX calls too, and kept.
 """
 
 from __future__ import annotations
