@@ -232,8 +232,8 @@ def run(
 
     loading = models.arguments(config)
     draft_note = None
-    if models.spec and loading["dtype"] != "float32":
-        draft_note = _draft_note(config.num_draft_tokens)
+    if models.spec:
+        draft_note = _draft_note(config.num_draft_tokens, loading["dtype"])
     for text in filter(None, (check_compiler(), draft_note) if not quiet else ()):
         note(text)
     left = [index for index in range(len(records)) if index not in done]
@@ -467,11 +467,11 @@ def _piped(*, quiet: bool) -> str:
     return f"\n\n{text}" if text.strip() else ""
 
 
-def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
+def _draft_note(num_draft_tokens: NumDraftTokens, dtype: str | None) -> str | None:
     """A warning about fixed draft lengths on a CPU, with other types than float32."""
     from ..backend import defaults
 
-    if num_draft_tokens == "auto" or defaults().name != "cpu":
+    if num_draft_tokens == "auto" or dtype == "float32" or defaults().name != "cpu":
         return None
     return (
         "on a CPU, verifying costs nearly as much as decoding, except in float32: with "

@@ -84,9 +84,15 @@ def load_blas() -> tuple[str, str]:
 
 def own_threads(processes: int) -> dict[str, str]:
     """The environment of one of several processes that share this machine's cores."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     name = "OPENBLAS_NUM_THREADS"
-    return {name: os.environ.get(name, str(max(1, cores // processes)))}
+    return {name: os.environ.get(name, str(max(1, usable_cores() // processes)))}
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _brings_reference() -> bool:

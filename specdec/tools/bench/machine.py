@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ... import backend
+from ...utils.blas import usable_cores
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,12 +32,6 @@ def _cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def machine() -> dict[str, Any]:
     """The machine, and the versions of the software on it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -44,7 +39,7 @@ def machine() -> dict[str, Any]:
         **backend.describe(),
         "transformers": _version("transformers"),
         "cpu": _cpu_name(),
-        "cores": _cores(),
+        "cores": usable_cores(),
         "memory_gib": round(memory / 2**30, 1),
     }
     if backend.defaults().name != "cpu":
