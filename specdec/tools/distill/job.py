@@ -29,8 +29,9 @@ from .wave import TEMPERATURE
 
 _CHECKPOINT_SECONDS = 60
 _LINE_SECONDS = 10
-# How often held-out texts are measured during training.
-_MEASUREMENTS = 20
+# How often held-out texts are measured during training: less often in a budget of
+# minutes, of which measuring takes at most this share.
+_MEASUREMENTS, _MEASURING = 20, 0.05
 # Most rows that decode together when rounds are measured.
 _ROUNDS_BATCH = 64
 
@@ -149,15 +150,18 @@ class Job:
                 self._say(f"going on after step {trainer.progress.step}")
         saved = shown = time.perf_counter()
         tokens, shows = trainer.progress.tokens, True
-        measured = int(trainer.share * _MEASUREMENTS)
+        measured, measuring = int(trainer.share * _MEASUREMENTS), 0.0
+        timed = self.options.budget.minutes is not None
         try:
             while not trainer.done:
                 self._check()
                 trainer.step()
                 due = int(trainer.share * _MEASUREMENTS)
-                if due > measured:
-                    measured = due
+                allowed = _MEASURING * trainer.progress.seconds
+                if due > measured and not (timed and measuring > allowed):
+                    measured, begun = due, time.perf_counter()
                     self._measure(trainer, held_out, loss)
+                    measuring += time.perf_counter() - begun
                 now = time.perf_counter()
                 if shows or now - shown > _LINE_SECONDS or trainer.done:
                     shows = False

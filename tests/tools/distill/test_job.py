@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,6 +112,21 @@ def test_learning_lowers_the_divergence_and_raises_agreement(
     first, last = history[0], history[-1]
     assert last["kl"] < 0.8 * first["kl"]
     assert last["agreement"] > first["agreement"] + 0.2
+
+
+def test_measuring_takes_a_small_share_of_a_budget_of_minutes(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Job._measure
+
+    def slowly(self: Job, *given: Any) -> None:
+        time.sleep(2)  # as long as the budget
+        measure(self, *given)
+
+    monkeypatch.setattr(Job, "_measure", slowly)
+    minutes = Budget(minutes=2 / 60)
+    wanted = options(target, tmp_path / "out", budget=minutes)
+    assert len(run(wanted)["training"]["history"]) == 1
 
 
 def test_the_target_stays_as_it_is(target: Path, tmp_path: Path) -> None:
