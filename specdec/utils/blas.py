@@ -26,6 +26,8 @@ from .extras import INSTALL_GXX, install
 from .files import replace_file
 from .kept import kept_path
 
+#: The way out of the reference BLAS if g++ cannot compile.
+MEND_GXX = f"install g++, or repair it ({INSTALL_GXX})"
 _PACKAGE, _LIBRARY = "scipy_openblas32", "libscipy_openblas.so"
 # The functions of BLAS that MLX calls.
 _SHIM = """\
@@ -81,7 +83,7 @@ def load_blas() -> tuple[str, str]:
         try:
             _compile(library, shim)
         except (OSError, subprocess.SubprocessError):
-            return "reference BLAS", f"install g++, or repair it ({INSTALL_GXX})"
+            return "reference BLAS", MEND_GXX
     return "OpenBLAS", ""
 
 

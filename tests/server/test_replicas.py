@@ -521,6 +521,14 @@ def test_replicas_of_one_device_share_its_memory(
     assert within_share(named, 2) is named
 
 
+def test_the_first_replica_alone_says_what_it_notes() -> None:
+    """The same notes from each of eight, or some in spite of --quiet."""
+    for quiet, silent in ((False, [False, True]), (True, [True, True])):
+        start = partial(command, {}, ServerConfig(), [{}, {}], quiet=quiet)
+        greetings = [start(i, "/nowhere/s").greeting for i in range(2)]
+        assert [pickle.loads(each)[3] for each in greetings] == silent
+
+
 def test_no_replica_outlives_its_parent(model: Path) -> None:
     """A GPU that stays full after the server was killed."""
     made = command({"target": str(model)}, ServerConfig(), [{}], 0, "/nowhere/s")
