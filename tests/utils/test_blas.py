@@ -77,8 +77,22 @@ def test_mlx_calls_it(tmp_path: Path, reference: str) -> None:
     compiled = shim.stat().st_mtime_ns
     assert products(XDG_CACHE_HOME=str(tmp_path)) == [blas, "", digest]
     assert shim.stat().st_mtime_ns == compiled
-    first = "from specdec import SpecDecoder; fast = ('', '')"
-    assert products(first, XDG_CACHE_HOME=str(tmp_path)) == ["", "", digest]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from specdec import SpecDecoder",
+        "from specdec.ray import SpecDecodeStage",
+        "import specdec.ray.job",  # as Ray's workers do, to unpickle
+        "import benchmarks.cache",
+    ],
+)
+def test_it_is_loaded_first(first: str, reference: str) -> None:
+    """A way in that imports mlx before, and multiplies with the reference BLAS."""
+    blas, remedy, digest = products(f"{first}; {LOAD}")
+    assert (blas, remedy) == ("OpenBLAS", "")
+    assert digest != reference
 
 
 @pytest.mark.parametrize("spoilt", ["damaged", "others"])
