@@ -506,7 +506,7 @@ class _Here:
 def _under_way(job: _Here | RayJob) -> dict[str, Any]:
     """What progress shows while rounds run: rates, once they are known."""
     stats = job.stats
-    if not stats.decode_seconds:
+    if not stats.decode_tokens:  # prompts' first tokens have no rate
         return _at_first(job)
     tokens = counted(stats.generated_tokens, "token")
     return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}

@@ -20,6 +20,7 @@ from ..errors import RankError, ServerError, reason_of
 from ..parallel import launched_rank
 from ..prompts import templates
 from ..server.config import PREFIX_SHARING, ServerConfig
+from ..utils.printable import counted
 from . import options, ranks
 from .output import (
     check_extra,
@@ -277,6 +278,9 @@ def _serve_by(
         note("replicas share a device: a larger --batch uses it better")
     start = partial(command, loading, config, places, quiet=quiet)
     replicas = Replicas(count, start, config.request_timeout)
+    if not quiet:
+        how = ": the first loads the model, then the others do" if count > 1 else ""
+        show(f"specdec: starting {counted(count, 'replica')}{how}", err=True)
 
     def started() -> None:
         if not quiet:

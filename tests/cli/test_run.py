@@ -441,7 +441,7 @@ def test_progress_until_there_is_a_rate(
     lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
     assert lines[0] == "specdec: prefill, 0 of 2 prompts, 0 tokens prefilled"
     assert lines[1] == "specdec: 0 of 2 prompts, 8 tokens, 3.0 tokens/s"
-    decoder.stats = RunStats(prefill_tokens=5, generated_tokens=1, prefill_seconds=9.0)
+    decoder.stats = RunStats(prefill_tokens=5, generated_tokens=1, decode_seconds=9.0)
     lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
     assert lines[1] == "specdec: prefill, 0 of 2 prompts, 5 tokens prefilled"
 

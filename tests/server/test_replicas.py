@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,9 @@ def test_serve_replicas(model: Path) -> None:
         "0", "--stop-timeout", "0.2",
     )  # fmt: skip
     try:
+        assert process.stderr is not None
+        # Before a model is loaded, which can take minutes.
+        assert "specdec: starting 2 replicas: " in "".join(islice(process.stderr, 2))
         url = line_of(process.stderr, r"http://\S+")
         decoder = SpecDecoder.from_pretrained(model)
         with httpx.Client(base_url=url, timeout=60) as client:
