@@ -74,8 +74,8 @@ def test_a_draft_that_proposes_few_tokens(
     """A draft length that no round would have is not advised."""
     monkeypatch.setattr(DraftModel, "max_proposals", 3)
     for asked in ("2", "4"):
-        told = "--num-draft-tokens", asked, "--max-tokens", "12"
-        found = json.loads(advised("--json", "--batch", "1", *told))
+        options = "--num-draft-tokens", asked, "--max-tokens", "12"
+        found = json.loads(advised("--json", "--batch", "1", *options))
         (prediction,) = found["predictions"]
         assert len(found["survival"]) == len(prediction["speedup"]) - 1 == 3
 
