@@ -523,7 +523,7 @@ def nodes(length: int, out: str | None) -> None:
     """What an operation costs the host, in chains that one call hands over."""
     x, row, w = (mx.ones(of, mx.bfloat16) for of in ((8, 576), (576,), (576, 576)))
     slots = mx.full((8, 1), 9)
-    chains = {
+    chains: dict[str, Callable[[mx.array], mx.array]] = {
         "a view": lambda y: y.T,
         "an addition": lambda y: y + row,
         "an RMS norm": lambda y: mx.fast.rms_norm(y, row, 1e-5),

@@ -92,8 +92,8 @@ QUICK = (Run(rows=2, prompt=8, generated=4, draft="ngram", params=WARM),)
 @click.option("--quick", is_flag=True, help="Two short runs, to see that it works.")
 @click.option("--out", metavar="NAME", help="Write NAME.json and NAME.md.")
 def main(targets: tuple[str, ...], quick: bool, out: str | None) -> None:
-    """Compare the memory that runs were told to need with MLX's peak."""
-    raw = header_of("Memory: told before a run, and measured")
+    """Compare the memory that was planned for runs with MLX's peak."""
+    raw = header_of("Memory: planned before a run, and measured")
     raw["runs"] = []
     for target in targets:
         for run in QUICK if quick else RUNS:
@@ -102,18 +102,18 @@ def main(targets: tuple[str, ...], quick: bool, out: str | None) -> None:
                 click.echo(f"{found['target']}: {found['run']}", err=True)
                 raw["runs"].append(found)
     lines = [
-        "Megabytes; a limit is what the plan tells of 8-bit keys and values.",
+        "Megabytes; a limit is what is planned for 8-bit keys and values.",
         "",
-        "| model | run | tokens | weights | told | measured | told / measured |",
+        "| model | run | tokens | weights | planned | measured | planned / measured |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for r in raw["runs"]:
         sizes = " | ".join(
-            f"{r[key] / 1e6:.1f}" for key in ("weights", "told", "measured")
+            f"{r[key] / 1e6:.1f}" for key in ("weights", "planned", "measured")
         )
         lines.append(
             f"| {r['target']} | {r['run']} | {r['generated_tokens']} | {sizes} "
-            f"| {r['told'] / r['measured']:.3f} |"
+            f"| {r['planned'] / r['measured']:.3f} |"
         )
     write_report(out, raw, "\n".join(lines) + "\n")
 
@@ -132,12 +132,12 @@ def measure(target: str, run: Run) -> dict[str, Any] | None:
     kv_bits = run.fallback if run.fallback is not None else config.kv_bits
     plan = plan_of(target, run, {**run.config, "kv_bits": kv_bits})
     needs = [row_needs(run.prompt, params)] * run.rows
-    told = plan.peak(needs)
+    planned = plan.peak(needs)
     if run.fallback is not None:
         dense = plan_of(target, run, run.config).peak(needs)
-        if told == dense:
+        if planned == dense:
             return None
-        limits: dict[str, Any] = {"kv_bits": "auto", "memory_limit": told}
+        limits: dict[str, Any] = {"kv_bits": "auto", "memory_limit": planned}
         config = EngineConfig(batch_size=run.rows, num_draft_tokens=3, **limits)
     gc.collect()
     mx.synchronize()
@@ -158,7 +158,7 @@ def measure(target: str, run: Run) -> dict[str, Any] | None:
         "run": run.name,
         "generated_tokens": sum(r.generated_tokens for r in results),
         "weights": plan.weight_bytes,
-        "told": told,
+        "planned": planned,
         "moments": {m.name: m.total for m in plan.moments(needs)},
         "measured": peak - before,
         "held_before": before,

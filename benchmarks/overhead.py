@@ -138,14 +138,8 @@ def make_session(asked: str, batch_size: int, k: int) -> Session:
         draft: Any = StubRunner()
         drafter = DraftModel(draft, vocab_size=VOCAB, max_draft_tokens=k)
     options = ASKED[asked]
-    engine = Engine(
-        target,
-        drafter,
-        config,
-        backend.defaults(),
-        frozenset(),
-        None if options is None else Words,
-    )
+    text = None if options is None else Words
+    engine = Engine(target, drafter, config, backend.defaults(), frozenset(), text)
     session = Session(engine, Words(), Bounds(VOCAB))
     params = SamplingParams(max_tokens=10**6, **(options or {}))
     for i in range(batch_size):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from .errors import CompilerMissingError
-from .utils.blas import load_blas
+from .utils.blas import MEND_GXX, load_blas
 from .utils.extras import INSTALL_GXX
 
 #: How many rounds the device may be computing while the host builds another one.
@@ -173,7 +173,10 @@ def check_compiler() -> str | None:
     if defaults().name != "cpu":
         return None
     if shutil.which("g++") is None:
-        return f"no g++ found, so MLX runs without fused kernels ({INSTALL_GXX})"
+        without = "fused kernels"
+        if load_blas()[1] == MEND_GXX:
+            without += " and without OpenBLAS, many times slower in float32"
+        return f"no g++ found, so MLX runs without {without} ({INSTALL_GXX})"
     try:
         # MLX keeps the compiled kernel on disk: half a second, once.
         mx.eval(mx.compile(_fused)(mx.zeros(1)))
@@ -186,26 +189,37 @@ def check_compiler() -> str | None:
     return None
 
 
-def product_note(dtype: str | None) -> str | None:
-    """A line to show if a CPU could multiply matrices several times as fast.
+def product_notes(*, float32: bool, fixed_draft: bool) -> list[str]:
+    """Lines to show if a CPU computes a model's products slowly.
 
     Args:
-        dtype: the type that weights are loaded in; ``None``: as they are stored.
+        float32: the weights are float32, and not packed.
+        fixed_draft: every round drafts the same number of tokens, worth it or not.
     """
+    if defaults().name != "cpu":
+        return []
+    notes = []
     blas, remedy = load_blas()
-    if defaults().name != "cpu" or not blas:
-        return None
-    if remedy:
-        return (
+    if remedy == MEND_GXX and shutil.which("g++") is None:
+        pass  # check_compiler says it
+    elif remedy and float32:
+        notes.append(
             "MLX multiplies float32 matrices with a reference BLAS here, which takes "
             f"many times as long as OpenBLAS: {remedy}"
         )
-    if dtype == "float32":
-        return None
-    return (
-        "on this CPU MLX is fastest by far with float32 weights, of 4 bytes each: "
-        "--dtype float32"
-    )
+    elif blas and not float32:
+        needed = (" and OpenBLAS", f", and {remedy}") if remedy else ("", "")
+        notes.append(
+            "on this CPU MLX is fastest by far with float32 weights, of 4 bytes "
+            f"each{needed[0]}: --dtype float32{needed[1]}"
+        )
+    if fixed_draft and not float32:
+        notes.append(
+            "on a CPU, verifying costs nearly as much as decoding, except in float32: "
+            "with a fixed number of draft tokens most pairs are slower; the output is "
+            "the same"
+        )
+    return notes
 
 
 def describe() -> dict[str, str]:

@@ -585,7 +585,7 @@ def _shown(
         for event in events:
             stats = decoder.stats
             note = f"{stats.generated_tokens} tokens"
-            if stats.rounds:
+            if stats.decode_tokens:
                 note += f", {stats.tokens_per_second:.1f} tokens/s"
             bar.set_postfix_str(note, refresh=False)
             if event.result is not None:

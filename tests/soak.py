@@ -296,8 +296,8 @@ class ByTheBook(GoodputPolicy):
             timing = replace(timing, seconds=seconds)
         # Random drafts are hardly ever right: that they are is said for some rounds.
         if self.noise.random() < 0.3:
-            told = [(limit, limit) for limit, _ in timing.accepted]
-            timing = replace(timing, accepted=told)
+            reported = [(limit, limit) for limit, _ in timing.accepted]
+            timing = replace(timing, accepted=reported)
             if timing.shadow:
                 timing = replace(timing, shadow=[(1, 1)] * 8)
         if timing.seconds is not None and not timing.fair:

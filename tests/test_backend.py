@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from specdec import backend
 from specdec.errors import CompilerMissingError
-from specdec.utils.blas import load_blas
+from specdec.utils.blas import MEND_GXX, load_blas
 
 needs_cpu_backend = pytest.mark.skipif(
     backend.defaults().name != "cpu", reason="MLX runs on a GPU here"
@@ -155,25 +156,55 @@ def test_describe_is_for_reports() -> None:
     assert described["mlx_lm"].startswith("0.32.")
 
 
+OPENBLAS, NO_BLAS = ("OpenBLAS", ""), ("", "")
+
+
 @pytest.mark.parametrize(
-    ("name", "blas", "dtype", "words"),
+    ("name", "blas", "float32", "words"),
     [
-        ("cpu", ("OpenBLAS", ""), None, "--dtype float32"),
-        ("cpu", ("OpenBLAS", ""), "bfloat16", "--dtype float32"),
-        ("cpu", ("OpenBLAS", ""), "float32", None),
-        ("cpu", ("reference BLAS", "install it"), "float32", "OpenBLAS: install it"),
-        ("cpu", ("", ""), "bfloat16", None),  # a Mac's
-        ("cuda", ("", ""), "bfloat16", None),
+        ("cpu", OPENBLAS, False, ["4 bytes each: --dtype float32"]),
+        ("cpu", OPENBLAS, True, []),
+        ("cpu", ("preloaded BLAS", ""), True, []),
+        ("cpu", ("reference BLAS", "get it"), True, ["as long as OpenBLAS: get it"]),
+        (
+            "cpu",
+            ("reference BLAS", "get it"),
+            False,
+            ["4 bytes each and OpenBLAS: --dtype float32, and get it"],
+        ),
+        ("cpu", ("reference BLAS", MEND_GXX), True, ["OpenBLAS: install g++, or"]),
+        ("cpu", NO_BLAS, False, []),  # a Mac's
+        ("cuda", NO_BLAS, False, []),
     ],
 )
 def test_what_would_multiply_faster(
     monkeypatch: pytest.MonkeyPatch,
     name: Literal["cpu", "cuda"],
     blas: tuple[str, str],
-    dtype: str | None,
-    words: str | None,
+    float32: bool,
+    words: list[str],
 ) -> None:
+    """Advice that has been followed, or that helps nobody here."""
     monkeypatch.setattr(backend, "defaults", lambda: backend._DEFAULTS[name])
     monkeypatch.setattr(backend, "load_blas", lambda: blas)
-    found = backend.product_note(dtype)
-    assert found is None if words is None else words in (found or "")
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/g++")
+    notes = backend.product_notes(float32=float32, fixed_draft=False)
+    for word, note in zip(words, notes, strict=True):
+        assert word in note
+    drafts = backend.product_notes(float32=float32, fixed_draft=True)[len(words) :]
+    assert bool(drafts) == (name == "cpu" and not float32)
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_a_missing_compiler_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, float32: bool
+) -> None:
+    """Two notes that both tell how to install it."""
+    monkeypatch.setattr(backend, "defaults", lambda: backend._DEFAULTS["cpu"])
+    monkeypatch.setattr(backend, "load_blas", lambda: ("reference BLAS", MEND_GXX))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert "and without OpenBLAS, many times slower" in (backend.check_compiler() or "")
+    assert backend.product_notes(float32=float32, fixed_draft=False) == []
+    # Compiled before g++ was removed.
+    monkeypatch.setattr(backend, "load_blas", lambda: OPENBLAS)
+    assert "OpenBLAS" not in (backend.check_compiler() or "OpenBLAS")

@@ -92,8 +92,8 @@ def test_memory(tmp_path: Path) -> None:
     raw = run("memory", tmp_path / "memory", "--target", str(tmp_path / "m"), "--quick")
     (found,) = raw["runs"]
     assert found["target"] == "m"
-    assert found["weights"] < found["measured"] <= found["told"]
-    assert found["told"] == max(found["moments"].values())
+    assert found["weights"] < found["measured"] <= found["planned"]
+    assert found["planned"] == max(found["moments"].values())
     assert 2 <= found["generated_tokens"] <= 8
 
 

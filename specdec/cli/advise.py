@@ -139,7 +139,7 @@ def advise(
     )
     show(_table(found))
     show(f"\nfrom {counted(len(results), 'prompt')}: {sure.words}")
-    show(f"verdict: {found.verdict}")
+    show(f"verdict{'' if sure.sure else ' (unsure)'}: {found.verdict}")
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,11 @@ class _Sureness:
     num_prompts: int
 
     @property
+    def sure(self) -> bool:
+        """Whether other prompts would hardly change the verdict."""
+        return self.num_prompts >= _FEW_PROMPTS and self.same_verdict >= _SURE
+
+    @property
     def words(self) -> str:
         """The same in one line."""
         if self.num_prompts < _FEW_PROMPTS:
@@ -166,7 +171,7 @@ class _Sureness:
             )
         low, high = self.speedup_range
         share = f"{self.same_verdict:.0%}"
-        how = "sure" if self.same_verdict >= _SURE else "unsure: give more prompts"
+        how = "sure" if self.sure else "unsure: give more prompts"
         return (
             f"the best draft length gives {low:.2f} to {high:.2f} times plain decoding "
             f"in nine of ten sets of such prompts; {share} of the sets come to this "

@@ -27,7 +27,7 @@ from ..parallel import Follower, Leader, Ranks, launched_rank
 from ..utils.blas import own_threads
 from ..utils.child import module_process
 from . import options
-from .output import FAILURE, show_error
+from .output import FAILURE, note, show_error
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -47,11 +47,14 @@ def tensor_parallel() -> options.Option:
 
 
 def load(
-    tensor_parallel: int | None, **settings: Any
+    tensor_parallel: int | None, *, quiet: bool, **settings: Any
 ) -> tuple[SpecDecoder, Leader | None]:
     """Load the decoder of rank 0, or of the only process; other ranks load theirs.
 
+    Notes say what makes a model slow on this machine.
+
     Args:
+        quiet: leave the notes out.
         settings: arguments of :meth:`specdec.SpecDecoder.from_pretrained`.
 
     Returns:
@@ -59,17 +62,29 @@ def load(
 
     Raises:
         click.UsageError: there are too few ranks or devices.
-        SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`.
+        SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`, and
+            :func:`~specdec.backend.check_compiler`.
     """
+    from .. import backend
     from ..decoder import SpecDecoder
 
+    missing = backend.check_compiler()
+    if missing and not quiet:
+        note(missing)
     ranks = _join(tensor_parallel)
-    if isinstance(ranks, Leader):
-        signal.signal(signal.SIGTERM, partial(_hear, ranks))
-        ranks.decide("models", lambda: settings)
-        decoder = SpecDecoder.from_pretrained(**settings, ranks=ranks)
-        return decoder, ranks
-    return SpecDecoder.from_pretrained(**settings), None
+    leader = ranks if isinstance(ranks, Leader) else None
+    if leader is not None:
+        signal.signal(signal.SIGTERM, partial(_hear, leader))
+        leader.decide("models", lambda: settings)
+    decoder = SpecDecoder.from_pretrained(**settings, ranks=leader)
+    drafts = decoder.draft_name is not None
+    for text in backend.product_notes(
+        float32=settings.get("dtype") == "float32" or decoder.target.in_float32,
+        fixed_draft=drafts and decoder.config.num_draft_tokens != "auto",
+    ):
+        if not quiet:
+            note(text)
+    return decoder, leader
 
 
 def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:

@@ -21,7 +21,7 @@ from ..prompts import templates
 from ..utils.blas import load_blas, own_threads
 from ..utils.child import module_process
 from .output import report, show_warnings, silence_third_parties
-from .ranks import cuda_devices
+from .ranks import cuda_devices, load
 from .serve import described, engine_failed
 
 if TYPE_CHECKING:
@@ -48,21 +48,26 @@ def command(
     environments: Sequence[Mapping[str, str]],
     index: int,
     path: str,
+    *,
+    quiet: bool = False,
 ) -> Command:
     """The command that starts replica ``index``, which listens at ``path``.
 
-    Replicas that share a device share its memory, unless a limit was named.
+    Replicas that share a device share its memory, unless a limit was named. Only the
+    first one says what it notes, since the others would say the same.
 
     Args:
         loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`.
         config: the server's config; the front checks its keys and origins.
+        quiet: the first one says nothing, either.
     """
     from ..server.replicas import Command
 
     config = replace(config, api_keys=(), cors=())
     program, environment = module_process("specdec.cli.replica")
     sharing = environments.count(environments[index])
-    greeting = pickle.dumps((path, dict(loading), config, sharing))
+    quiet = quiet or index > 0
+    greeting = pickle.dumps((path, dict(loading), config, quiet, sharing))
     own = own_threads(len(environments))
     return Command(program, {**environment, **own, **environments[index]}, greeting)
 
@@ -72,14 +77,14 @@ def main() -> int:
     # Output that a library prints must not reach the parent.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    path, loading, config, sharing = pickle.load(sys.stdin.buffer)
+    path, loading, config, quiet, sharing = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silence_third_parties()
-    show_warnings()
+    show_warnings(notes=not quiet)
     load_blas()
     try:
         loading["config"] = within_share(loading.get("config"), sharing)
-        _serve(path, loading, config, parent)
+        _serve(path, loading, config, parent, quiet=quiet)
     except Exception as error:
         return report(error)
     return 0
@@ -96,14 +101,18 @@ def within_share(config: EngineConfig | None, sharing: int) -> EngineConfig:
 
 
 def _serve(
-    path: str, loading: dict[str, Any], config: ServerConfig, parent: Any
+    path: str,
+    loading: dict[str, Any],
+    config: ServerConfig,
+    parent: Any,
+    *,
+    quiet: bool,
 ) -> None:
-    from ..decoder import SpecDecoder
     from ..server.app import make_app
     from ..server.running import run
 
     templates.start()
-    decoder = SpecDecoder.from_pretrained(**loading)
+    decoder, _ = load(None, quiet=quiet, **loading)
 
     def started() -> None:
         print(described(decoder), file=parent, flush=True)

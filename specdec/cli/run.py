@@ -17,7 +17,6 @@ from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
-    NumDraftTokens,
 )
 from ..errors import PromptFileError, RankError
 from ..parallel import launched_rank
@@ -228,14 +227,7 @@ def run(
         output = OutputFile("--output", output_file, file, prepare)
 
     show_warnings(notes=not quiet)
-    from ..backend import check_compiler, product_note
-
     loading = models.arguments(config)
-    draft_note = None
-    if models.spec:
-        draft_note = _draft_note(config.num_draft_tokens, loading["dtype"])
-    for text in filter(None, (check_compiler(), draft_note) if not quiet else ()):
-        note(text)
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
         of_all = per_prompt(requests, len(records))
@@ -250,9 +242,7 @@ def run(
     else:
         if not raw:
             templates.start()
-        job = _Here(*ranks.load(tensor_parallel, **loading))
-        if not quiet and (advice := product_note(loading["dtype"])):
-            note(advice)
+        job = _Here(*ranks.load(tensor_parallel, quiet=quiet, **loading))
     events = job.events(left, records, requests, encoding)
 
     total = len(left) + turns
@@ -467,18 +457,6 @@ def _piped(*, quiet: bool) -> str:
     return f"\n\n{text}" if text.strip() else ""
 
 
-def _draft_note(num_draft_tokens: NumDraftTokens, dtype: str | None) -> str | None:
-    """A warning about fixed draft lengths on a CPU, with other types than float32."""
-    from ..backend import defaults
-
-    if num_draft_tokens == "auto" or dtype == "float32" or defaults().name != "cpu":
-        return None
-    return (
-        "on a CPU, verifying costs nearly as much as decoding, except in float32: with "
-        "a fixed number of draft tokens most pairs are slower; the output is the same"
-    )
-
-
 class _Here:
     """A job that this process runs, with other ranks if there are any.
 
@@ -528,7 +506,7 @@ class _Here:
 def _under_way(job: _Here | RayJob) -> dict[str, Any]:
     """What progress shows while rounds run: rates, once they are known."""
     stats = job.stats
-    if not stats.decode_seconds:
+    if not stats.decode_tokens:  # prompts' first tokens have no rate
         return _at_first(job)
     tokens = counted(stats.generated_tokens, "token")
     return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}

@@ -20,6 +20,7 @@ from ..errors import RankError, ServerError, reason_of
 from ..parallel import launched_rank
 from ..prompts import templates
 from ..server.config import PREFIX_SHARING, ServerConfig
+from ..utils.printable import counted
 from . import options, ranks
 from .output import (
     check_extra,
@@ -211,17 +212,12 @@ def serve(
         **limits,
     )
     loading = models.arguments(config)
-    show_warnings()
+    show_warnings(notes=not quiet)
     from ..server.running import bind
 
     with bind(host, port) as listener:
-        from ..backend import check_compiler, product_note
-
-        notes = [check_compiler(), product_note(loading["dtype"])]
-        if not server.api_keys and not _is_loopback(host):
-            notes.append("everyone who reaches this port is served: set --api-key")
-        for text in filter(None, notes if not quiet else ()):
-            note(text)
+        if not (server.api_keys or _is_loopback(host) or quiet):
+            note("everyone who reaches this port is served: set --api-key")
         if replicas is None:
             _serve_here(loading, server, listener, tensor_parallel, quiet=quiet)
         else:
@@ -241,7 +237,7 @@ def _serve_here(
     from ..server.running import run, url_of
 
     templates.start()
-    decoder, leader = ranks.load(tensor_parallel, **loading)
+    decoder, leader = ranks.load(tensor_parallel, quiet=quiet, **loading)
 
     def started() -> None:
         if not quiet:
@@ -280,9 +276,11 @@ def _serve_by(
     places = environments(count)
     if len(set(map(str, places))) < count and not quiet:
         note("replicas share a device: a larger --batch uses it better")
-    replicas = Replicas(
-        count, partial(command, loading, config, places), config.request_timeout
-    )
+    start = partial(command, loading, config, places, quiet=quiet)
+    replicas = Replicas(count, start, config.request_timeout)
+    if not quiet:
+        how = ": the first loads the model, then the others do" if count > 1 else ""
+        show(f"specdec: starting {counted(count, 'replica')}{how}", err=True)
 
     def started() -> None:
         if not quiet:

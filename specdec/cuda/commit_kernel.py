@@ -36,11 +36,11 @@ _SETTLE = """
     const int at = count + j;
     next_recent[row * window + j] = at < window ? before[at] : own[at - window];
   }
-  int* told = packed + row * (width + 2);
-  for (int j = threadIdx.x; j < width; j += blockDim.x) told[2 + j] = own[j];
+  int* reported = packed + row * (width + 2);
+  for (int j = threadIdx.x; j < width; j += blockDim.x) reported[2 + j] = own[j];
   if (threadIdx.x == 0) {
-    told[0] = kept[row] = count;
-    told[1] = allowed[row] = most;
+    reported[0] = kept[row] = count;
+    reported[1] = allowed[row] = most;
     rejected[row] = width - count;
     next_lengths[row] = lengths[row] + count;
   }

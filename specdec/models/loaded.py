@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..parallel import Ranks
+from .layers import arrays_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class LoadedModel:
     name: str
     ranks: Ranks | None = None
     folder: Path | None = None
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether all weights are float32, and none is packed."""
+        return all(array.dtype == mx.float32 for _, array in arrays_of(self.model))
 
     @property
     def loading_bytes(self) -> int:

@@ -25,6 +25,10 @@ A row is a function of its prompt, its parameters and its seed. So it does not m
 which worker decodes it, how often it begins, or which rows decode with it.
 """
 
-from .stage import SpecDecodeStage
+from ..utils.blas import load_blas
+
+load_blas()  # before mlx is imported
+
+from .stage import SpecDecodeStage  # noqa: E402
 
 __all__ = ["SpecDecodeStage"]

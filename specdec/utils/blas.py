@@ -26,6 +26,8 @@ from .extras import INSTALL_GXX, install
 from .files import replace_file
 from .kept import kept_path
 
+#: The way out of the reference BLAS if g++ cannot compile.
+MEND_GXX = f"install g++, or repair it ({INSTALL_GXX})"
 _PACKAGE, _LIBRARY = "scipy_openblas32", "libscipy_openblas.so"
 # The functions of BLAS that MLX calls.
 _SHIM = """\
@@ -44,6 +46,8 @@ GEMM(cblas_cgemm, const void*, void)
 }
 """
 _COMPILE_SECONDS = 60
+# What OpenBLAS reads: a user's own number of threads. The second is Ray's, too.
+_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 @cache
@@ -53,6 +57,7 @@ def load_blas() -> tuple[str, str]:
     The first call decides; it must come before MLX is imported. Commands and
     ``from specdec import SpecDecoder`` make it. Nothing happens on macOS, with CUDA, if
     MLX is not the wheel for Linux, or if a BLAS was preloaded (``LD_PRELOAD``).
+    OpenBLAS gets :func:`free_cores` threads, unless the user has set their number.
 
     Returns:
         The BLAS that MLX has: "OpenBLAS", "preloaded BLAS", "reference BLAS", or "" if
@@ -78,21 +83,49 @@ def load_blas() -> tuple[str, str]:
         try:
             _compile(library, shim)
         except (OSError, subprocess.SubprocessError):
-            return "reference BLAS", f"install g++, or repair it ({INSTALL_GXX})"
+            return "reference BLAS", MEND_GXX
     return "OpenBLAS", ""
 
 
 def own_threads(processes: int) -> dict[str, str]:
-    """The environment of one of several processes that share this machine's cores."""
-    name = "OPENBLAS_NUM_THREADS"
-    return {name: os.environ.get(name, str(max(1, usable_cores() // processes)))}
+    """The environment of one of several processes that share this machine's cores.
+
+    It is empty if the user has set the number of threads, which processes inherit.
+    """
+    if _threads_are_set():
+        return {}
+    return {_THREADS[0]: str(max(1, free_cores() // processes))}
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
+    """How many cores this process may use, by its affinity and its cgroup's quota."""
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no cgroup, or "max", which is no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def free_cores() -> int:
+    """How many of the usable cores other processes leave, at least 1.
+
+    A core counts as busy if something ran on it through the last minute and still does.
+    The minute alone would count a process that has just ended, such as the command
+    before this one, and the moment alone one that is about to end.
+    """
+    try:
+        minute, _, _, running, _ = Path("/proc/loadavg").read_text("ascii").split()
+        # This process runs, too.
+        busy = min(int(float(minute)), int(running.split("/")[0]) - 1)
+    except (OSError, ValueError):  # a system that does not count
+        busy = 0
+    return max(1, min(usable_cores(), (os.cpu_count() or 1) - busy))
+
+
+def _threads_are_set() -> bool:
+    return any(map(os.environ.get, _THREADS))
 
 
 def _brings_reference() -> bool:
@@ -110,7 +143,10 @@ def _load(shim: Path) -> None:
     found = shim.lstat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise PermissionError(f"{shim} is not this user's own")
-    ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
+    if not _threads_are_set():
+        # Threads wait for each other: one whose core is busy slows all many times.
+        library.scipy_openblas_set_num_threads(free_cores())
 
 
 def _compile(library: Path, shim: Path) -> None:

@@ -71,7 +71,9 @@ class FakeDecoder:
     stats: RunStats = field(default_factory=lambda: replace(STATS))
     config: EngineConfig = field(default_factory=EngineConfig)
     target_name: str = "the-target"
-    target: Any = field(default_factory=lambda: SimpleNamespace(ranks=None))
+    target: Any = field(
+        default_factory=lambda: SimpleNamespace(ranks=None, in_float32=False)
+    )
     draft_name: str | None = None
 
     @property
@@ -132,7 +134,7 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> FakeDecoder:
     module.SpecDecoder = fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specdec.decoder", module)
     monkeypatch.setattr("specdec.backend.check_compiler", lambda: None)
-    monkeypatch.setattr("specdec.backend.product_note", lambda dtype: None)
+    monkeypatch.setattr("specdec.backend.product_notes", lambda **_: [])
     monkeypatch.setattr("specdec.model_names.default_draft", lambda: None)
     return fake
 

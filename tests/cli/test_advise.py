@@ -74,8 +74,8 @@ def test_a_draft_that_proposes_few_tokens(
     """A draft length that no round would have is not advised."""
     monkeypatch.setattr(DraftModel, "max_proposals", 3)
     for asked in ("2", "4"):
-        told = "--num-draft-tokens", asked, "--max-tokens", "12"
-        found = json.loads(advised("--json", "--batch", "1", *told))
+        options = "--num-draft-tokens", asked, "--max-tokens", "12"
+        found = json.loads(advised("--json", "--batch", "1", *options))
         (prediction,) = found["predictions"]
         assert len(found["survival"]) == len(prediction["speedup"]) - 1 == 3
 
@@ -100,7 +100,7 @@ def test_text(
         for line in lines
     )
     assert "specdec: timing forwards of 1, 0 of 1 batch size" in lines
-    assert text.splitlines()[-1].startswith("verdict: ")
+    assert text.splitlines()[-1].startswith("verdict (unsure): ")
     assert "from 2 prompts: too few to say how sure that is: give 5" in text
 
 
@@ -122,12 +122,14 @@ def test_how_sure_a_verdict_is() -> None:
     assert sure.same_verdict == 1
     low, high = sure.speedup_range
     assert low == high == max(found.predictions[0].speedup)
+    assert sure.sure
     assert "(sure)" in sure.words
     mixed = [result(50, 45)] * 4 + [result(50, 5)] * 4
     found, unsure = _advice(mixed, costs, [1], 8)
     low, high = unsure.speedup_range
     assert low < found.predictions[0].speedup[found.predictions[0].best] < high
     assert 0 < unsure.same_verdict < 0.9
+    assert not unsure.sure
     assert "(unsure: give more prompts)" in unsure.words
     found, against = _advice([result(50, 5), result(50, 9)] * 6, costs, [1], 8)
     assert not found.worth_it

@@ -19,8 +19,6 @@ import click
 import pytest
 from click.testing import Result
 
-from specdec import backend
-from specdec.backend import BackendDefaults
 from specdec.cli import main
 from specdec.cli.options import GROUPS, grouped
 from specdec.cli.output import OutputFile, open_streams
@@ -417,31 +415,6 @@ def without_notes(stderr: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "noted"),
-    [
-        (["--draft", "self:4bit", "--num-draft-tokens", "3"], True),
-        (["--draft", "self:4bit"], False),
-        (["--draft", "a/D", "--num-draft-tokens", "3", "--dtype", "float32"], False),
-        (["--draft", "a/D", "--num-draft-tokens", "3", "--quiet"], False),
-        ([], False),
-    ],
-)
-def test_a_draft_on_a_cpu_is_noted(
-    specdec: Specdec,
-    arguments: list[str],
-    noted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu = backend._DEFAULTS["cpu"]
-    monkeypatch.setattr(backend, "defaults", lambda: cpu)
-    result = specdec("run", "-p", "Hi", *arguments)
-    assert ("slower; the output is the same" in result.stderr) is noted
-    cuda = BackendDefaults("cuda", read_bucket=256, static_shapes=True)
-    monkeypatch.setattr(backend, "defaults", lambda: cuda)
-    assert "never different" not in specdec("run", "-p", "Hi", *arguments).stderr
-
-
-@pytest.mark.parametrize(
     ("arguments", "length"),
     [
         ([], "as many tokens a round as are worth it"),
@@ -468,7 +441,7 @@ def test_progress_until_there_is_a_rate(
     lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
     assert lines[0] == "specdec: prefill, 0 of 2 prompts, 0 tokens prefilled"
     assert lines[1] == "specdec: 0 of 2 prompts, 8 tokens, 3.0 tokens/s"
-    decoder.stats = RunStats(prefill_tokens=5, generated_tokens=1, prefill_seconds=9.0)
+    decoder.stats = RunStats(prefill_tokens=5, generated_tokens=1, decode_seconds=9.0)
     lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
     assert lines[1] == "specdec: prefill, 0 of 2 prompts, 5 tokens prefilled"
 
@@ -504,9 +477,32 @@ def test_quiet(specdec: Specdec) -> None:
     assert specdec("run", "-p", "Hi", "--quiet").stderr == ""
 
 
-def test_compiler_note(specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_about_the_machine(
+    specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice to take float32 for a model that is stored so, or that was loaded so."""
+    asked: list[dict[str, bool]] = []
+
+    def product_notes(**facts: bool) -> list[str]:
+        asked.append(facts)
+        return ["products are slow"]
+
     monkeypatch.setattr("specdec.backend.check_compiler", lambda: "no g++ found")
-    assert "specdec: note: no g++ found\n" in specdec("run", "-p", "Hi").stderr
+    monkeypatch.setattr("specdec.backend.product_notes", product_notes)
+    lines = specdec("run", "-p", "Hi").stderr.splitlines()
+    notes = ["specdec: note: no g++ found", "specdec: note: products are slow"]
+    assert lines[:2] == notes
+    specdec("run", "-p", "Hi", "--draft", "ngram", "--num-draft-tokens", "2")
+    specdec("run", "-p", "Hi", "--draft", "ngram", "--dtype", "float32")
+    decoder.target.in_float32 = True
+    specdec("run", "-p", "Hi")
+    assert asked == [
+        {"float32": False, "fixed_draft": False},
+        {"float32": False, "fixed_draft": True},
+        {"float32": True, "fixed_draft": False},
+        {"float32": True, "fixed_draft": False},
+    ]
+    assert specdec("run", "-p", "Hi", "--quiet").stderr == ""
 
 
 def test_prompts_from_files_and_options_together(

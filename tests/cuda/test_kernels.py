@@ -94,7 +94,7 @@ def test_a_source_is_shortened_and_stays_the_same_code() -> None:
       #define PRODUCT(d, a)     \\
         asm("mma {%0, %1};"     \\
             : "+f"(d[0]) : "r"(a) )
-      const T* const from = rows [ 2 ], *other;  // behind code
+      const T* const from = rows [ 2 ], *other;  // after code
       for (int i = 0; i < 4; ++i) x = a - -b <= c ? -1 : 2;
     """
     assert kernels._shortened(code).splitlines() == [

@@ -138,7 +138,7 @@ TRIM = {"Subtract": 1, "Maximum": 1, "Minimum": 1}
     [
         (None, 0, CHOOSING),
         # Rows that are not drafted for cost nothing; while a draft rests, the drafter
-        # is told what they keep.
+        # gets to know what they keep.
         ("ngram", 0, CHOOSING),
         ("resting", 0, {**CHOOSING, "keep": 1}),
         ("ngram", 1, {**CHOOSING, **TRIM, "search": 1, "keep": 1}),

@@ -132,7 +132,7 @@ KEEP_FAULTS = {
     "no newest": ("behind == 0", "behind == -1"),
     "a place further": ("lengths[row] - 1", "lengths[row]"),
     "an older token": ("recent_shape[1] - 1]", "recent_shape[1] - 2]"),
-    "behind the ring": ("at >= rows * capacity", "at > rows * capacity"),
+    "past the ring": ("at >= rows * capacity", "at > rows * capacity"),
     "another row": ("chosen[row * chosen_shape[1]", "chosen[0"),
     "the next token": ("behind - 1]", "behind]"),
 }

@@ -137,8 +137,8 @@ def check_answer(answer: Answer, *, quietly: bool = False) -> None:
         if not line.startswith(OWN_LINES):
             raise FaultError(f"standard error has a line of others: {line[:500]!r}")
         check_line(line)
-    told = any(line.startswith("specdec: error: ") for line in lines)
-    if told != (answer.code != 0) and not (quietly and answer.out):
+    reported = any(line.startswith("specdec: error: ") for line in lines)
+    if reported != (answer.code != 0) and not (quietly and answer.out):
         raise FaultError(f"code {answer.code} with {answer.err[-500:]!r}")
 
 

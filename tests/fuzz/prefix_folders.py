@@ -153,9 +153,9 @@ def prefix_folder(case: Case) -> None:
     if rng.random() < 0.4:
         command = rng.choice(("list", "list", "verify", "clear"))
         # What is damaged is listed on standard output.
-        told = specdec("cache", command, folder, quietly=command == "verify").out
-        if not all(line.isprintable() for line in told.split("\n")):
-            fail(f"cache {command} prints {told!r}")
+        printed = specdec("cache", command, folder, quietly=command == "verify").out
+        if not all(line.isprintable() for line in printed.split("\n")):
+            fail(f"cache {command} prints {printed!r}")
     prompt, before = rng.choice(PROMPTS), _listed(folder)
     answer = specdec(*_command(world, prompt, folder))
     if answer.code != 0:

@@ -111,24 +111,24 @@ def run(
             lines = [json.loads(line) for line in pipe]
         code = process.wait()
         errors.seek(0)
-        told = errors.read().decode("utf-8", "replace").strip()
-    return _found(lines, code, told, tuple(kinds), first, count)
+        said = errors.read().decode("utf-8", "replace").strip()
+    return _found(lines, code, said, tuple(kinds), first, count)
 
 
 def _found(
     lines: list[dict[str, Any]],
     code: int,
-    told: str,
+    said: str,
     kinds: tuple[str, ...],
     first: int,
     count: int,
 ) -> Found | None:
     last: dict[str, Any] = lines[-1] if lines else {}
     begun = [line for line in lines if "begin" in line]
-    if "end" in last and code == 0 and not told:
+    if "end" in last and code == 0 and not said:
         return None
     if not begun or "end" in last or "growth" in last:
         what = last.get("growth", f"the process ended with code {code}")
-        return Found(kinds, first, count, f"{what}\n{told[-3000:]}".strip())
-    what = last.get("fault", f"the process ended with code {code}\n{told[-6000:]}")
+        return Found(kinds, first, count, f"{what}\n{said[-3000:]}".strip())
+    what = last.get("fault", f"the process ended with code {code}\n{said[-6000:]}")
     return Found((begun[-1]["begin"],), begun[-1]["seed"], 1, str(what).strip())

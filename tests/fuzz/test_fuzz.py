@@ -81,9 +81,9 @@ def test_it_finds(name: str, shows: str) -> None:
 
 def test_it_goes_on_after_a_fault() -> None:
     """Cases that are left out after one that failed, or one that runs twice."""
-    told: list[str] = []
+    shown: list[str] = []
     kinds = ["raises_at_seed_3", "does_nothing"]
-    found = list(fuzz(kinds, 2, 3, plugin=PLANTED, show=told.append))
+    found = list(fuzz(kinds, 2, 3, plugin=PLANTED, show=shown.append))
     assert [(f.kinds, f.seed, f.count) for f in found] == [
         (("raises_at_seed_3",), 3, 1)
     ]
@@ -91,7 +91,7 @@ def test_it_goes_on_after_a_fault() -> None:
     assert str(found[0]).endswith(
         "python -m tests.fuzz raises_at_seed_3 --first 3 --count 1"
     )
-    assert told == ["seeds 2 to 3: see", "seeds 3 to 4: nothing found"]
+    assert shown == ["seeds 2 to 3: see", "seeds 3 to 4: nothing found"]
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
@@ -157,7 +157,7 @@ GOOD = Answer(2, "", "specdec: error: it is not there: check the path\n")
     [
         (0, "specdec: error: but the code says that nothing is wrong\n"),
         (1, ""),
-        (1, "specdec: warning: no error is told\n"),
+        (1, "specdec: warning: no error is reported\n"),
         (3, GOOD.err),
         (-11, GOOD.err),
         (1, "specdec: error: unexpected TypeError: no (set SPECDEC_DEBUG=1 to see)\n"),

@@ -50,6 +50,7 @@ def test_folder_as_stored(arch: str, tmp_path: Path) -> None:
     assert loaded.tokenizer.eos_token_ids == {276}
     assert loaded.tokenizer.has_chat_template
     assert dtypes(loaded.model) == {mx.float32}
+    assert loaded.in_float32
     assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
 
 
@@ -59,6 +60,7 @@ def test_folder_in_another_type(bits: int | None, dtype: str, tmp_path: Path) ->
     model: Any = write_folder(tmp_path / "m", bits=bits)
     loaded = load(str(tmp_path / "m"), dtype=dtype)
     assert dtypes(loaded.model) == {getattr(mx, dtype)}
+    assert loaded.in_float32 == (dtype == "float32")
     assert "quantization" not in loaded.config
     assert "quantization_config" not in loaded.config
     embedding = model.model.embed_tokens
@@ -78,6 +80,7 @@ def test_quantized_folder_stays_packed(tmp_path: Path) -> None:
     model = write_folder(tmp_path / "m", bits=4)
     loaded = load(str(tmp_path / "m"))
     assert loaded.model.model.embed_tokens.bits == 4
+    assert not loaded.in_float32
     assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
 
 

@@ -384,6 +384,6 @@ def test_nobody_waits_for_a_rank_that_gives_up(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(subprocess, "Popen", Rank)
     monkeypatch.setattr(Ranks, "join", never)
     with pytest.raises(RankError, match="do not meet"):
-        ranks.load(2)
+        ranks.load(2, quiet=True)
     (rank,) = started
     assert rank.wait(20) == -signal.SIGKILL

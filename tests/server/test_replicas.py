@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,9 @@ def test_serve_replicas(model: Path) -> None:
         "0", "--stop-timeout", "0.2",
     )  # fmt: skip
     try:
+        assert process.stderr is not None
+        # Before a model is loaded, which can take minutes.
+        assert "specdec: starting 2 replicas: " in "".join(islice(process.stderr, 2))
         url = line_of(process.stderr, r"http://\S+")
         decoder = SpecDecoder.from_pretrained(model)
         with httpx.Client(base_url=url, timeout=60) as client:
@@ -519,6 +523,14 @@ def test_replicas_of_one_device_share_its_memory(
     assert limits == [4500, None, 4500]
     named = EngineConfig(memory_limit=8000)
     assert within_share(named, 2) is named
+
+
+def test_the_first_replica_alone_says_what_it_notes() -> None:
+    """The same notes from each of eight, or some in spite of --quiet."""
+    for quiet, silent in ((False, [False, True]), (True, [True, True])):
+        start = partial(command, {}, ServerConfig(), [{}, {}], quiet=quiet)
+        greetings = [start(i, "/nowhere/s").greeting for i in range(2)]
+        assert [pickle.loads(each)[3] for each in greetings] == silent
 
 
 def test_no_replica_outlives_its_parent(model: Path) -> None:

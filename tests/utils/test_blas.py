@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,22 @@ def test_mlx_calls_it(tmp_path: Path, reference: str) -> None:
     compiled = shim.stat().st_mtime_ns
     assert products(XDG_CACHE_HOME=str(tmp_path)) == [blas, "", digest]
     assert shim.stat().st_mtime_ns == compiled
-    first = "from specdec import SpecDecoder; fast = ('', '')"
-    assert products(first, XDG_CACHE_HOME=str(tmp_path)) == ["", "", digest]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from specdec import SpecDecoder",
+        "from specdec.ray import SpecDecodeStage",
+        "import specdec.ray.job",  # as Ray's workers do, to unpickle
+        "import benchmarks.cache",
+    ],
+)
+def test_it_is_loaded_first(first: str, reference: str) -> None:
+    """A way in that imports mlx before, and multiplies with the reference BLAS."""
+    blas, remedy, digest = products(f"{first}; {LOAD}")
+    assert (blas, remedy) == ("OpenBLAS", "")
+    assert digest != reference
 
 
 @pytest.mark.parametrize("spoilt", ["damaged", "others"])
@@ -149,11 +164,115 @@ def test_what_was_preloaded_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that this machine has 16 cores; the rest is given."""
+    files: dict[str, str] = {}
+
+    def read_text(path: Path, encoding: str) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    def pretend(usable: int = 16, load: str | None = None, quota: str = "") -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)))
+        if load is not None:
+            files["/proc/loadavg"] = load
+        if quota:
+            files["/sys/fs/cgroup/cpu.max"] = quota
+
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("usable", "quota", "cores"),
+    [
+        (16, "", 16),
+        (4, "", 4),
+        (16, "max 100000\n", 16),
+        (16, "250000 100000\n", 2),
+        (16, "50000 100000\n", 1),
+        (4, "800000 100000\n", 4),
+    ],
+)
+def test_cores_of_a_container(
+    machine: Callable[..., None], usable: int, quota: str, cores: int
+) -> None:
+    """A container with a quota of 2 of 64 cores, where 64 threads took turns."""
+    machine(usable, quota=quota)
+    assert blas.usable_cores() == blas.free_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("usable", "load", "free"),
+    [
+        (16, "0.00 0.00 0.00 1/99 7\n", 16),
+        (16, "3.97 9.00 9.00 12/99 7\n", 13),
+        (16, "12.0 9.00 9.00 1/99 7\n", 16),  # it has ended
+        (16, "0.40 9.00 9.00 9/99 7\n", 16),  # it is about to end
+        (16, "12.0 9.00 9.00 5/99 7\n", 12),
+        (16, "99.0 9.00 9.00 99/99 7\n", 1),
+        (4, "12.9 9.00 9.00 13/99 7\n", 4),  # on the cores of others
+        (16, "12.0", 16),  # not what Linux writes
+    ],
+)
+def test_threads_keep_off_busy_cores(
+    machine: Callable[..., None], usable: int, load: str, free: int
+) -> None:
+    """With a thread on a busy core, tokens came at a tenth of the speed."""
+    machine(usable, load)
+    assert blas.free_cores() == free
+
+
+THREADS = """
+from specdec.utils.blas import free_cores, load_blas
+{}
+load_blas()
+import ctypes
+print(ctypes.CDLL(None).scipy_openblas_get_num_threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "free", "threads"),
+    [
+        ({}, 1, "1"),
+        ({}, 3, "3"),
+        ({"OPENBLAS_NUM_THREADS": "2"}, 1, "2"),
+        ({"OMP_NUM_THREADS": "2"}, 1, "2"),
+        ({"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "1"}, 1, "2"),
+    ],
+)
+def test_openblas_gets_the_free_cores(
+    environment: dict[str, str], free: int, threads: str
+) -> None:
+    """A number that the user has set, and that is not kept."""
+    if int(threads) > (os.cpu_count() or 1):
+        pytest.skip("OpenBLAS starts no more threads than there are cores")
+    unset = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    fake = f"import specdec.utils.blas as it; it.free_cores = lambda: {free}"
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS.format(fake)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=unset | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+    )
+    assert done.stdout.strip() == threads
+
+
+def test_processes_share_the_cores(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two replicas with all cores each are slower than one."""
-    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    machine(8)
     assert blas.own_threads(2) == {"OPENBLAS_NUM_THREADS": "4"}
     assert blas.own_threads(100) == {"OPENBLAS_NUM_THREADS": "1"}
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    machine(8, "10.0 9.00 9.00 11/99 7\n")
     assert blas.own_threads(2) == {"OPENBLAS_NUM_THREADS": "3"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert blas.own_threads(2) == {}

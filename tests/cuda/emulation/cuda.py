@@ -262,11 +262,11 @@ def _origin() -> int:
 def _placed(array: mx.array) -> np.ndarray[Any, Any]:
     """A copy aligned as the array would be on a GPU: a view may begin anywhere."""
     own = _bits(array)
-    behind = own.ctypes.data - _origin() if own.flags.c_contiguous else 0
+    offset = own.ctypes.data - _origin() if own.flags.c_contiguous else 0
     room = np.empty(own.nbytes + 2 * _LINE, np.uint8)
-    begin = -room.ctypes.data % _LINE + behind % _LINE
-    behind_it = room[begin : begin + own.nbytes]
-    placed: np.ndarray[Any, Any] = behind_it.view(own.dtype).reshape(own.shape)
+    begin = -room.ctypes.data % _LINE + offset % _LINE
+    own_room = room[begin : begin + own.nbytes]
+    placed: np.ndarray[Any, Any] = own_room.view(own.dtype).reshape(own.shape)
     placed[...] = own
     return placed
 

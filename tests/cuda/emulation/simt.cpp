@@ -196,7 +196,7 @@ void run_block(bool backwards) {
 
 // -- memory of arrays ---------------------------------------------------------
 
-// A copy that ends where memory ends: what is read or written behind it is a fault.
+// A copy that ends where memory ends: what is read or written after it is a fault.
 struct Mapping {
   char *base, *start;
   size_t size, room;  // of all, and of what is not guard
@@ -204,7 +204,7 @@ struct Mapping {
   void map(const Array& array) {
     const size_t page = page_size();
     // CUDA's arrays begin at multiples of 256; of 16 is what loads ask for. A view may
-    // begin behind one, and does here as it does in Python's copy.
+    // begin after one, and does here as it does in Python's copy.
     const size_t lead =
         array.writable ? 0 : reinterpret_cast<uintptr_t>(array.data) % 16;
     const size_t held = (lead + array.bytes + 15) / 16 * 16;
