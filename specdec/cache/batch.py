@@ -113,20 +113,20 @@ class BatchCache(FunctionalCache):
         self._join([self, self._matching(other)])
 
     def place(self: C, rows: Sequence[int], other: C) -> None:
-        """Put the rows of ``other`` into rows of this cache, in place.
+        """Put the first rows of ``other`` into rows of this cache, in place.
 
         Unless the capacity has to grow, no other row is copied and no shape changes.
 
         Args:
-            rows: where each row of ``other`` goes; their old contents are lost.
+            rows: where these rows of ``other`` go, if any; their old contents are lost.
             other: the cache to place, which should not be used any more.
 
         Raises:
             CacheError: ``other`` is of another kind or has other settings, or ``rows``
-                are not as many as its rows, or are not rows of this cache.
+                are more than its rows, or are not rows of this cache.
         """
         other = self._matching(other)
-        if sorted(set(rows)) != sorted(rows) or len(rows) != other.batch_size:
+        if sorted(set(rows)) != sorted(rows) or len(rows) > other.batch_size:
             raise CacheError(
                 f"place got rows {list(rows)} for {other.batch_size} rows to place"
             )
@@ -140,9 +140,15 @@ class BatchCache(FunctionalCache):
         limits = self.max_length, other.max_length
         self.max_length = None if None in limits else max(n for n in limits if n)
         self._options["max_length"] = self.max_length
-        index = self._memo.get(
-            "places", (), tuple(rows), lambda: [mx.array([n], mx.int32) for n in rows]
-        )
+
+        def index(array: mx.array) -> mx.array:
+            def spread() -> mx.array:
+                at = mx.array(list(rows), mx.int32)
+                at = at.reshape(-1, *[1] * (array.ndim - 1))
+                return mx.broadcast_to(at, (len(rows), *array.shape[1:]))
+
+            return self._memo.get(("places", array.shape[1:]), (), tuple(rows), spread)
+
         if not other.empty():
             if self.empty():
                 self._storage = other._storage.blank(self.batch_size)
@@ -151,8 +157,7 @@ class BatchCache(FunctionalCache):
         offset, new = self.offset, other.offset
 
         def placed() -> mx.array:
-            at = mx.array(list(rows), mx.int32)
-            return mx.put_along_axis(offset, at, new, axis=0)
+            return mx.put_along_axis(offset, index(offset), new[: len(rows)], axis=0)
 
         self.offset = self._memo.get("place", (offset, new), tuple(rows), placed)
         everything = len(rows) == self.batch_size

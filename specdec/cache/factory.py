@@ -345,7 +345,7 @@ def extend_caches(caches: list[Any], others: list[Any]) -> None:
 
 
 def place_caches(caches: list[Any], rows: Sequence[int], others: list[Any]) -> None:
-    """Put the rows of ``others`` into ``rows`` of ``caches``, in place.
+    """Put the first rows of ``others`` into ``rows`` of ``caches``, in place.
 
     Quantized and dense rows are joined as in :func:`extend_caches`.
     """

@@ -26,7 +26,7 @@ from .batch import BatchCache
 from .core import RowCounts, Settings
 from .memo import Memo
 from .positions import LinearLayout, whole
-from .storage import Arrays, DenseCodec, Storage, placed
+from .storage import Arrays, DenseCodec, Index, Storage, placed
 
 Kept = Sequence[int] | mx.array
 #: The states of a layer, by index; ``None``: not written yet.
@@ -105,11 +105,11 @@ class StateStorage(Storage):
         """A storage like this one, with ``rows`` rows of zeros."""
         return StateStorage(super().blank(rows).arrays)
 
-    def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
-        """Put the rows of ``other`` into the given rows; no other row is touched."""
+    def place(self, index: Index, other: Storage, capacity: int) -> None:
+        """Put the first rows of ``other`` into rows of this; no other is touched."""
         assert self.arrays is not None
         assert other.arrays is not None
-        self.arrays = placed(self.arrays, other.arrays, rows)
+        self.arrays = placed(self.arrays, other.arrays, index)
 
     @classmethod
     def stack(cls, parts: Sequence[tuple[Storage, int]]) -> StateStorage:

@@ -7,7 +7,7 @@ and what attention gets. Everything else is the same for all codecs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from ..errors import CacheError
 from .positions import whole
 
 Arrays = tuple[mx.array, ...]
+# For an array of rows, the row where each element of the rows to place goes, int32.
+Index = Callable[[mx.array], mx.array]
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -121,14 +123,18 @@ def _widened(arrays: Arrays, capacity: int) -> Arrays:
     return tuple(mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) for a in arrays)
 
 
-def placed(arrays: Arrays, updates: Arrays, rows: Sequence[mx.array]) -> Arrays:
-    """``arrays`` with each row of ``updates`` put into one of ``rows``, shape (1,)."""
+def placed(arrays: Arrays, updates: Arrays, index: Index) -> Arrays:
+    """``arrays`` with the first rows of ``updates`` put where ``index`` says.
+
+    It is one operation for each array, whatever the number of rows: where launches take
+    the time, more of them would delay the next round.
+    """
     found = []
     for array, update in zip(arrays, updates, strict=True):
-        for i, row in enumerate(rows):
-            one = update if len(rows) == 1 else update[i : i + 1]
-            array = mx.slice_update(array, one, row, axes=(0,))
-        found.append(array)
+        at = index(array)
+        if at.shape[0] < update.shape[0]:
+            update = update[: at.shape[0]]
+        found.append(mx.put_along_axis(array, at, update, axis=0))
     return tuple(found)
 
 
@@ -206,14 +212,14 @@ class Storage:
             keep = rows.shape[0] > 0
             self.arrays = tuple(a[rows] for a in self.arrays) if keep else None
 
-    def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
-        """Put the rows of ``other`` into the given rows; no other row is touched.
+    def place(self, index: Index, other: Storage, capacity: int) -> None:
+        """Put the first rows of ``other`` into rows of this; no other is touched.
 
         The rest of these rows is zeroed: no mask would hide a NaN left there. Like
         :meth:`write`, it happens in place if nobody holds the arrays.
 
         Args:
-            rows: where each row of ``other`` goes, shape (1,) each, int32.
+            index: where they go.
             capacity: slots per row afterwards, at least as many as there are now.
         """
         if other.codec != self.codec:
@@ -226,7 +232,7 @@ class Storage:
             updates = tuple(a[:, :, :capacity] for a in updates)
         elif other.capacity < capacity:
             updates = _widened(updates, capacity)
-        self.arrays = placed(self.arrays, updates, rows)
+        self.arrays = placed(self.arrays, updates, index)
 
     def take_slots(self, slots: mx.array) -> None:
         """Let slot ``j`` of row ``i`` hold what slot ``slots[i, j]`` held."""

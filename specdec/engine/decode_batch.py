@@ -430,6 +430,9 @@ class DecodeBatch:
     def join(self, other: DecodeBatch, num_slots: int) -> None:
         """Take over the running rows of ``other``, in idle slots or in new ones.
 
+        Idle slots of ``other`` after its rows are left out. Removing them would wait
+        for the device: for the rounds in flight, and for the whole prefill.
+
         Args:
             other: a batch that was prefilled and has dispatched no round.
             num_slots: slots to have afterwards, if there are too few now.
@@ -442,10 +445,8 @@ class DecodeBatch:
             for _ in plain._draft.prefill():  # last tokens only, so there is little
                 pass
             self._pacing.restart()
-        if len(free) >= len(rows):
-            if len(rows) < len(other.slots):
-                other._resize(len(rows))
-            self._place(free[: len(rows)], other)
+        if len(free) > rows[-1]:
+            self._place(free[: rows[-1] + 1], other)
         else:
             self.compact()
             if (size := max(len(rows), num_slots - len(self.slots))) < len(other.slots):
@@ -457,13 +458,13 @@ class DecodeBatch:
         self._note_lengths()
 
     def _place(self, slots: Sequence[int], other: DecodeBatch) -> None:
-        """Put the rows of ``other`` into idle slots; no other row is touched."""
+        """Put the first rows of ``other`` into idle slots; no other row is touched."""
         self._target.place(slots, other._target)
         if self._draft is not None and other._draft is not None:
             self._draft.place(slots, other._draft, len(self.slots))
         self._committed = self._committed.placed(slots, other._committed)
-        for slot, request in zip(slots, other.slots, strict=True):
-            self.slots[slot] = request
+        for i, slot in enumerate(slots):
+            self.slots[slot] = other.slots[i]
 
     def _extend(self, other: DecodeBatch) -> None:
         """Append the slots of ``other``; this copies all rows."""

@@ -465,7 +465,7 @@ class ModelRows:
             mx.eval(cache.state)
 
     def place(self, rows: Sequence[int], other: ModelRows) -> None:
-        """Put the rows of ``other``, which is not used afterwards, into ``rows``."""
+        """Put the first rows of ``other``, which is not used again, into ``rows``."""
         place_caches(self._caches, rows, other._caches)
         self.runner.joined = weakref.ref(self)
 

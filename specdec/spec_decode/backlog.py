@@ -168,18 +168,19 @@ class Backlog:
             self._aligned(self._compact(), counts)
 
     def place(self, rows: Sequence[int], other: Backlog) -> None:
-        """Put the rows of ``other`` in the place of the given ones."""
+        """Put the first rows of ``other`` in the place of the given ones."""
         self._idle -= set(rows)
         self._idle |= {row for i, row in enumerate(rows) if i in other._idle}
         counts = list(self.counts)
-        for row, n in zip(rows, other.counts, strict=True):
-            counts[row] = n
+        for i, row in enumerate(rows):
+            counts[row] = other.counts[i]
         if self.width or other.width:
             width = max(self.width, other.width)
             tokens, new = (
                 mx.pad(p, [(0, 0), (width - p.shape[1], 0)])
                 for p in (self._compact(), other._compact())
             )
+            new = new[: len(rows)]
             at = mx.broadcast_to(mx.array(list(rows), mx.int32)[:, None], new.shape)
             self._aligned(mx.put_along_axis(tokens, at, new, axis=0), counts)
 

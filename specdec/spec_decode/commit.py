@@ -44,13 +44,14 @@ class Committed:
         return self.recent[:, -1:]
 
     def placed(self, rows: Sequence[int], other: Committed) -> Committed:
-        """A copy with ``other`` in the given rows."""
+        """A copy with the first rows of ``other`` in the given rows."""
         width = max(self.recent.shape[1], other.recent.shape[1])
-        at, new = mx.array(list(rows), mx.int32), other.within(width).recent
+        at = mx.array(list(rows), mx.int32)
+        new = other.within(width).recent[: len(rows)]
         index = mx.broadcast_to(at[:, None], new.shape)
         return Committed(
             mx.put_along_axis(self.within(width).recent, index, new, axis=0),
-            mx.put_along_axis(self.lengths, at, other.lengths, axis=0),
+            mx.put_along_axis(self.lengths, at, other.lengths[: len(rows)], axis=0),
         )
 
     def joined(self, other: Committed) -> Committed:

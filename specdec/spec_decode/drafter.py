@@ -275,12 +275,13 @@ class DraftRows(ABC):
         """Append the rows of ``other``, made by the same drafter and prefilled."""
 
     def place(self, rows: Sequence[int], other: Self, num_rows: int) -> None:
-        """Put the rows of ``other`` in the place of the given ones, which have ended.
+        """Put rows of ``other`` in the place of the given ones, which have ended.
 
         A drafter should define it if it can do so without copying all rows.
 
         Args:
-            rows: where each row of ``other`` goes.
+            rows: where the first rows of ``other`` go. Those after them, if any, are
+                idle, and are dropped.
             num_rows: the number of rows, before and after.
         """
         self.extend(other)

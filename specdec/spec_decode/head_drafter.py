@@ -158,9 +158,9 @@ class HeadRows(DraftRows):
 
     def place(self, rows: Sequence[int], other: HeadRows, num_rows: int) -> None:
         self._rows.place(rows, other._rows)
-        at = mx.array(list(rows), mx.int32)[:, None, None]
-        at = mx.broadcast_to(at, other._state.shape)
-        self._state = mx.put_along_axis(self._state, at, other._state, axis=0)
+        at, state = mx.array(list(rows), mx.int32), other._state[: len(rows)]
+        at = mx.broadcast_to(at[:, None, None], state.shape)
+        self._state = mx.put_along_axis(self._state, at, state, axis=0)
 
     def reset(self, rows: Sequence[int]) -> None:
         self._rows.reset(rows)

@@ -275,7 +275,10 @@ class History:
             self.max_write = max(self.max_write, other.max_write)
 
     def place(self) -> None:
-        """Rows of another batch in place of some of these, or none left of them."""
+        """Rows of another batch in place of some of these, or none left of them.
+
+        The other batch may have more rows, which are dropped.
+        """
         places = [i for i in range(len(self.rows)) if self.choices.integer(0, 1)]
         if self.choices.integer(0, 2) == 0:
             self.cache.reset(places)
@@ -283,13 +286,14 @@ class History:
                 self.rows[row] = []
             return
         places = places[:: -1 if self.choices.integer(0, 1) else 1]
-        other = History.begin(self.kind, self.choices, len(places), self.next_token)
+        size = len(places) + len(places) % 2  # slots are few sizes
+        other = History.begin(self.kind, self.choices, size, self.next_token)
         for _ in range(self.choices.integer(0, 4)):
             other.write()
             other.trim()
         self.cache.place(places, other.cache)
-        for row, tokens in zip(places, other.rows, strict=True):
-            self.rows[row] = tokens
+        for i, row in enumerate(places):
+            self.rows[row] = other.rows[i]
         self.next_token = other.next_token
         self.undoable = 0
         if self.kind.window is not None and places:

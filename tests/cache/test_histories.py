@@ -235,9 +235,22 @@ def placed_beside(patch: Patch) -> None:
     """The contents of one row in the next, its length where it belongs."""
     right = Storage.place
 
-    def wrong(self: Storage, rows: Any, other: Storage, capacity: int) -> None:
+    def wrong(self: Storage, index: Any, other: Storage, capacity: int) -> None:
         last = len(self.arrays[0]) - 1 if self.arrays else 0
-        right(self, [mx.minimum(row + 1, last) for row in rows], other, capacity)
+        right(self, lambda a: mx.minimum(index(a) + 1, last), other, capacity)
+
+    patch.setattr(Storage, "place", wrong)
+
+
+def last_rows_placed(patch: Patch) -> None:
+    """The last rows of the other batch, their lengths those of the first."""
+    right = Storage.place
+
+    def wrong(self: Storage, index: Any, other: Storage, capacity: int) -> None:
+        if other.arrays and self.arrays:
+            left = len(other.arrays[0]) - len(index(self.arrays[0]))
+            other = Storage(other.codec, tuple(a[left:] for a in other.arrays))
+        right(self, index, other, capacity)
 
     patch.setattr(Storage, "place", wrong)
 
@@ -281,6 +294,8 @@ FAULTS = [
     (placed_beside, LINEAR),
     (placed_beside, RING),
     (placed_beside, "linear-8bit"),
+    (last_rows_placed, LINEAR),
+    (last_rows_placed, RING),
     (placed_rows_undo_as_before, RING),
     (reset_of_nobody, LINEAR),
     (reset_of_nobody, CHUNKED),

@@ -248,6 +248,17 @@ def test_rows_of_another_session_have_other_numbers(target: Any) -> None:
     assert not numbers[0] & numbers[1]
 
 
+def test_missed_tokens_go_to_the_slots_of_their_rows() -> None:
+    """Rows after the first ones are idle slots, and are left out."""
+    missed, others = Backlog(3), Backlog(3)
+    missed.add(mx.array([[1, 0], [2, 0], [3, 0]]))
+    others.add(mx.array([[4, 0], [5, 0], [6, 0]]))
+    others.counts = [1, 0, 1]
+    missed.place([2, 0], others)
+    assert missed.counts == [0, 1, 1]
+    assert missed._compact()[1:].tolist() == [[2], [4]]
+
+
 def test_rows_that_join_have_missed_nothing() -> None:
     """What rows missed on average is reported, not what one of them did."""
     missed, others = Backlog(1), Backlog(2)

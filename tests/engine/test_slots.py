@@ -117,50 +117,63 @@ def test_a_job_meets_few_shapes_however_many_requests_it_has(
     assert long[2] <= short[2] + 6
 
 
-def test_a_row_is_placed_by_one_operation_for_each_array(
-    target: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_rows_are_placed_by_one_operation_for_each_array(
+    target: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where launches bound a round, widening and cutting each array take as long again.
 
-    Rows that join allocate as many slots as there are, from the second of them on.
+    So does an operation for each row of each array. Rows that join allocate as many
+    slots as there are, from the second time on.
     """
     file, found = tmp_path / "graph.dot", list[Counter[str]]()
     place = Storage.place
 
-    def counted(self: Storage, rows: Any, other: Storage, capacity: int) -> None:
+    def counted(self: Storage, index: Any, other: Storage, capacity: int) -> None:
         assert self.arrays is not None
         assert other.arrays is not None
-        mx.eval(self.arrays, other.arrays)
-        place(self, rows, other, capacity)
+        mx.eval(self.arrays, other.arrays, index(self.arrays[0]))
+        place(self, index, other, capacity)
         mx.export_to_dot(str(file), *self.arrays)
         found.append(Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8"))))
 
     monkeypatch.setattr(Storage, "place", counted)
     # The first goes on while the others come and soon end, though they might be long.
-    prompts = [[1] * 270, *[[i + 1] * 150 for i in range(5)]]
+    others = 5 * (batch_size - 1)
+    prompts = [[1] * 270, *[[i + 1] * 150 for i in range(others)]]
     params = [SamplingParams(max_tokens=60, min_tokens=60)]
-    params += [SamplingParams(max_tokens=110)] * 5
+    params += [SamplingParams(max_tokens=110)] * others
     ends = frozenset(range(0, VOCAB, 2))
-    exact(target, None, prompts, params, batch_size=2, backend=BEHIND, eos=ends)
-    once = [Counter({"DynamicSliceUpdate": 2})]
+    exact(
+        target, None, prompts, params, batch_size=batch_size, backend=BEHIND, eos=ends
+    )
+    # The rows may be the first of more.
+    once = [Counter({"ScatterAxis": 2, "Slice": n}) for n in (0, 2)]
     layers = len(target.layers)
     assert len(found) >= 4 * layers
-    assert found[:layers] != once * layers
-    assert found[layers:] == once * (len(found) - layers)
+    assert found[0] not in once
+    assert all(each in once for each in found[layers:])
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("draft", [None, "model", "ngram"])
 def test_joining_rows_copy_nobody(
-    target: Any, draft: str | None, monkeypatch: pytest.MonkeyPatch
+    target: Any, draft: str | None, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While others wait, a row that joins is written into a slot, and that is all."""
+    """While others wait, a row that joins is written into a slot, and that is all.
+
+    Three rows that join together are prefilled in four slots. To drop the fourth first
+    would copy the three, and wait for the device.
+    """
     joins: list[bool] = []
+    numbers: set[tuple[int, int]] = set()
     copies: list[str] = []
     join, resize = DecodeBatch.join, DecodeBatch._resize
     stack = Storage.stack
 
     def noted(self: DecodeBatch, other: DecodeBatch, num_slots: int) -> None:
         before = len(copies)
+        numbers.add((len(other.unfinished), len(other.slots)))
         join(self, other, num_slots)
         joins.append(len(copies) == before)
 
@@ -179,12 +192,13 @@ def test_joining_rows_copy_nobody(
     prompts, params = job(32, seed=3)
     exact(
         target, target if draft == "model" else None, prompts, params,
-        batch_size=4, num_draft_tokens=3 if draft else 0,
-        backend=BEHIND, prefill_step_size=64,
+        batch_size=8 if together else 4, num_draft_tokens=3 if draft else 0,
+        backend=replace(BEHIND, join_rounds=6 * together), prefill_step_size=64,
         drafter=NgramDrafter() if draft == "ngram" else None,
     )  # fmt: skip
-    assert len(joins) > 20
+    assert len(joins) > (5 if together else 20)
     assert all(joins)
+    assert ((3, 4) in numbers) == together
 
 
 def test_rows_join_together_and_none_is_forgotten(

@@ -387,3 +387,12 @@ def test_tokens_are_the_same(
 def test_a_gpu_finds_what_follows() -> None:
     assert commit_kernel.proven(commit.commit)
     check_kernel(90)
+
+
+def test_rows_that_join_bring_their_own_tokens() -> None:
+    """Those of the slot beside them, or the counts of an idle slot, would follow."""
+    rows = Committed.of([[1, 2], [3], [4, 5, 6]], 2)
+    others = Committed.of([[7, 8, 9], [10], []], 1)
+    found = rows.placed([2, 0], others)
+    assert found.recent.tolist() == [[-1, 10], [-1, 3], [-1, 9]]
+    assert found.lengths.tolist() == [1, 1, 3]

@@ -202,6 +202,34 @@ def test_proposals_are_those_of_a_plain_forward(
         assert proposed in wanted, (len(texts[0]), proposed, wanted)
 
 
+@pytest.mark.parametrize("name", ["dspark", "eagle3"])
+def test_rows_are_placed_with_their_own_context(
+    name: str, lender: LoadedModel, tmp_path: Path
+) -> None:
+    """Three rows are prefilled in four slots; the last slot is idle, and left out."""
+    drafter, _ = drafter_of(tmp_path, CONFIGS[name], lender, BEHIND)
+
+    def begun(lengths: Sequence[int], seed: int) -> Any:
+        rows = drafter.rows([[1] * (n + 1) for n in lengths], max_length=64)
+        shape = len(lengths), 8, len(READS) * published.WIDTH
+        hidden = mx.random.normal(shape, key=mx.random.key(seed))
+        rows.observe(hidden, mx.ones(shape[:2], mx.int32), lengths)
+        return rows
+
+    def contents(rows: Any) -> list[Any]:
+        arrays = [mx.array(rows._state)]
+        for cache in rows.context._caches:
+            arrays += [cache.keys[:, :, :8], cache.values[:, :, :8], cache.offset]
+        return [np.array(a) for a in arrays]
+
+    rows, others = begun([3, 4, 5, 6], 0), begun([7, 2, 8, 0], 1)
+    before, new = contents(rows), contents(others)
+    rows.place([3, 0, 1], others, 4)
+    for got, old, placed in zip(contents(rows), before, new, strict=True):
+        np.testing.assert_array_equal(got[[3, 0, 1]], placed[:3])
+        np.testing.assert_array_equal(got[2], old[2])
+
+
 def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:
     """The configuration for a target of so many tokens."""
     config = copy.deepcopy(CONFIGS[name])
