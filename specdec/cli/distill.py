@@ -102,6 +102,16 @@ def _minutes(name: str, text: str) -> options.Option:
     low=0,
 )
 @click.option(
+    "--topic",
+    "topics",
+    type=click.Choice(["questions", "problems", "code"]),
+    multiple=True,
+    default=("questions", "problems", "code"),
+    show_default=True,
+    help="What the target writes about; repeat it for more. A draft is accepted most "
+    "in texts like those that it has learnt from.",
+)
+@click.option(
     "--data", metavar="DIR", help="Keep the target's texts in DIR, for other runs."
 )
 @click.option(
@@ -133,7 +143,8 @@ def _minutes(name: str, text: str) -> options.Option:
 )
 @options.positive(
     "--block-tokens",
-    help="Tokens of a training step. [default: what is fast on the device]",
+    help="Tokens of a training step. [default: what is fast on the device; at most "
+    "8192 for a block head, which learns more from smaller steps]",
     low=128,
 )
 @options.positive(

@@ -14,6 +14,7 @@ from ...models.precision import DTYPES
 from ...utils.checks import require
 from .blocks import ROW_MULTIPLE
 from .packing import Packing
+from .seed_prompts import TOPICS
 
 #: Shows a line of progress.
 Say = Callable[[str], None]
@@ -65,6 +66,7 @@ class Options:
         texts: files of ``--text``.
         begin_with: a draft whose weights training begins with, and whose kind, form,
             block size, layers and width are used.
+        topics: what the user turns that the target makes up are about.
         bits: bits of the stored layers' matrices; ``None`` leaves them unpacked.
         hard: share of the loss that uses only the target's arg-max.
         turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.
@@ -85,6 +87,7 @@ class Options:
     budget: Budget
     data_minutes: float | None = None
     data_tokens: int | None = None
+    topics: tuple[str, ...] = TOPICS
     prompts: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     holdout: tuple[str, ...] = ()
@@ -112,6 +115,8 @@ class Options:
         require(known, "kind", self.kind, " or ".join(KINDS))
         known = self.form in FORMS
         require(known, "form", self.form, " or ".join(FORMS))
+        known = bool(self.topics) and set(self.topics) <= set(TOPICS)
+        require(known, "topics", self.topics, f"some of {', '.join(TOPICS)}")
         fits = 2 <= self.block_size <= ROW_MULTIPLE
         require(fits, "block_size", self.block_size, f"2 to {ROW_MULTIPLE}")
         if self.bits is not None:

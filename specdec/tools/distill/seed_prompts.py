@@ -7,6 +7,7 @@ instructions and questions, word problems, code. The words here are this project
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 
@@ -118,11 +119,6 @@ class Opening:
     until: str | None = None
 
 
-def draw(rng: Random) -> Opening:
-    """Draw an opening: an instruction, code or, twice as often, a word problem."""
-    return rng.choice((_question, _problem, _problem, _code))(rng)
-
-
 def _question(rng: Random) -> Opening:
     return Opening(rng.choice(_QUESTIONS))
 
@@ -155,3 +151,19 @@ def _code(rng: Random) -> Opening:
     begin = f'{head}def {name}({parameters}){arrow}:\n    """'
     space = rng.choice((" ", "", "\n    "))
     return Opening(f"{begin}{space if says else ''}{says}", until='"""')
+
+
+# What is drawn from, by topic: word problems come twice as often.
+_DRAWN = {"questions": [_question], "problems": [_problem] * 2, "code": [_code]}
+#: What an opening can be of.
+TOPICS = tuple(_DRAWN)
+
+
+def draw(rng: Random, topics: Collection[str] = TOPICS) -> Opening:
+    """Draw an opening.
+
+    Args:
+        topics: some of :data:`TOPICS`.
+    """
+    kinds = [kind for topic, of in _DRAWN.items() if topic in topics for kind in of]
+    return rng.choice(kinds)(rng)

@@ -138,7 +138,9 @@ class Author:
         """Make up texts that users might write, without duplicates."""
         tokenizer = self._tokenizer
         rng = Random(f"{self._options.seed} {number}")
-        begun = [seed_prompts.draw(rng) for _ in range(self._writers)]
+        begun = [
+            seed_prompts.draw(rng, self._options.topics) for _ in range(self._writers)
+        ]
         prompts = [begin_of_turn(tokenizer, self._turn, o.text) for o in begun]
         ends = frozenset(tokenizer.eos_token_ids)
         if self._turn is not None:

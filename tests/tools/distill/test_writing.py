@@ -107,7 +107,7 @@ def test_documents_of_a_wave(
     begun = [Opening("There")] * 3 + [Opening('def f():\n    """', until='"""')]
     answers = iter([turns, [said("yes"), said("no")], [said("No"), [end]]])
     monkeypatch.setattr(Author, "_write", lambda *_, **__: next(answers))
-    monkeypatch.setattr(seed_prompts, "draw", lambda rng: begun.pop(0))
+    monkeypatch.setattr(seed_prompts, "draw", lambda rng, topics: begun.pop(0))
     wanted = Options(target=None, budget=Budget(tokens=1))
     author = Author(tiny_model("llama"), tokenizer, wanted, 4)
     documents = author.wave(0)
@@ -117,6 +117,20 @@ def test_documents_of_a_wave(
     assert 'def f():\n    """ the sum.\n    """\n<|im_end|>' in texts[1]
     assert documents[1].prompt_length == documents[3].prompt_length
     assert tokenizer.decode(list(documents[3].tokens[-1:])) == "<|im_end|>"
+
+
+def test_a_topic_is_kept_to_and_all_of_them_are_drawn_as_ever() -> None:
+    """A seed's texts, which are kept for the next run, must stay the same."""
+    question, problem = seed_prompts._question, seed_prompts._problem
+    for seed in range(40):
+        rng = random.Random(seed)
+        kind = rng.choice((question, problem, problem, seed_prompts._code))
+        assert draw(random.Random(seed)) == kind(rng)
+        rng = random.Random(seed)
+        kind = rng.choice((question, seed_prompts._code))
+        assert draw(random.Random(seed), ["code", "questions"]) == kind(rng)
+    alone = [draw(random.Random(seed), ["problems"]) for seed in range(300)]
+    assert not any(opening.until for opening in alone)
 
 
 def test_openings_differ() -> None:
