@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..backend import LOOKAHEAD, BackendDefaults
+from ..backend import LOOKAHEAD, BackendDefaults, memory_size
 from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
@@ -32,6 +32,11 @@ from .rehearsal import Rehearsal
 from .scheduler import Scheduler
 
 Models = tuple[ModelRunner, Drafter | None]
+
+# What MLX may keep for reuse after a prompt, as a share of the device's memory. To free
+# it took 18 to 32 ms on one H100 (benchmarks/results/joins-h100.md), and to allocate it
+# again takes more: with one row, that would be paid for every request.
+_REUSED = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -293,7 +298,8 @@ class Engine:
         if self._running is None:
             # Waiting bounds memory, and no round runs that it could delay.
             mx.synchronize()
-            mx.clear_cache()
+            if mx.get_cache_memory() > _REUSED * (memory_size() or 0):
+                mx.clear_cache()
         if more and joining.unfinished:
             return
         # Done first: the generator holds caches that are about to be copied.

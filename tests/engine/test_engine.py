@@ -243,6 +243,18 @@ def test_noise_is_drawn_only_while_a_row_samples(
     assert 0 < len(drawn) <= 4
 
 
+@pytest.mark.parametrize(("kept", "freed"), [(0, 0), (1 << 40, 2)])
+def test_what_mlx_keeps_for_reuse_is_freed_only_if_it_is_much(
+    target: Any, monkeypatch: pytest.MonkeyPatch, kept: int, freed: int
+) -> None:
+    """Freeing waits for the device, and what is freed must be allocated again."""
+    calls: list[None] = []
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: kept)
+    monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(None))
+    run_rows(target, None, PROMPTS[:2], 4, batch_size=1)
+    assert len(calls) == freed
+
+
 class Measuring(Script):
     """Takes a hundred seconds before the first round."""
 
