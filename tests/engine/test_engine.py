@@ -251,7 +251,8 @@ def test_what_mlx_keeps_for_reuse_is_freed_only_if_it_is_much(
     calls: list[None] = []
     monkeypatch.setattr(mx, "get_cache_memory", lambda: kept)
     monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(None))
-    run_rows(target, None, PROMPTS[:2], 4, batch_size=1)
+    params = [SamplingParams(max_tokens=4)] * 2
+    run_rows(target, None, PROMPTS[:2], params, batch_size=1)
     assert len(calls) == freed
 
 
