@@ -144,6 +144,8 @@ class BatchCache(FunctionalCache):
         def index(array: mx.array) -> mx.array:
             def spread() -> mx.array:
                 at = mx.array(list(rows), mx.int32)
+                if len(rows) == 1:
+                    return at
                 at = at.reshape(-1, *[1] * (array.ndim - 1))
                 return mx.broadcast_to(at, (len(rows), *array.shape[1:]))
 

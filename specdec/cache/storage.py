@@ -17,7 +17,8 @@ from ..errors import CacheError
 from .positions import whole
 
 Arrays = tuple[mx.array, ...]
-# For an array of rows, the row where each element of the rows to place goes, int32.
+# For an array of rows: the row that each placed element goes to, int32, in the shape of
+# the placed rows; the row alone, shape (1,), if it is one.
 Index = Callable[[mx.array], mx.array]
 GROUP_SIZES = (32, 64, 128)
 
@@ -134,7 +135,10 @@ def placed(arrays: Arrays, updates: Arrays, index: Index) -> Arrays:
         at = index(array)
         if at.shape[0] < update.shape[0]:
             update = update[: at.shape[0]]
-        found.append(mx.put_along_axis(array, at, update, axis=0))
+        if at.shape[0] == 1:  # a CPU copies a slice ten times as fast as it scatters
+            found.append(mx.slice_update(array, update, at, axes=(0,)))
+        else:
+            found.append(mx.put_along_axis(array, at, update, axis=0))
     return tuple(found)
 
 

@@ -108,8 +108,7 @@ def _minutes(name: str, text: str) -> options.Option:
     multiple=True,
     default=("questions", "problems", "code"),
     show_default=True,
-    help="What the target writes about; repeat it for more. A draft is accepted most "
-    "in texts like those that it has learnt from.",
+    help="What the target writes about; repeat it for more.",
 )
 @click.option(
     "--data", metavar="DIR", help="Keep the target's texts in DIR, for other runs."
@@ -143,8 +142,8 @@ def _minutes(name: str, text: str) -> options.Option:
 )
 @options.positive(
     "--block-tokens",
-    help="Tokens of a training step. [default: what is fast on the device; at most "
-    "8192 for a block head, which learns more from smaller steps]",
+    help="Tokens of a training step. [default: what is fast on the device, at most "
+    "8192 for a block head]",
     low=128,
 )
 @options.positive(

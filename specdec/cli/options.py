@@ -64,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
     "Data and training": (
-        "tokens", "data_minutes", "data_tokens", "data", "resume",
+        "tokens", "data_minutes", "data_tokens", "topics", "data", "resume",
         "learning_rate", "writers", "block_tokens",
     ),
     "Sampling": (

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ..parallel import Follower, Leader, Ranks, launched_rank
-from ..utils.blas import own_threads
+from ..utils.blas import free_cores, own_threads, use_threads
 from ..utils.child import module_process
 from . import options
 from .output import FAILURE, note, show_error
@@ -170,10 +170,12 @@ def _start(size: int, until_joined: ExitStack) -> None:
         environment = {"MLX_HOSTFILE": path}
     joined = threading.Event()
     started: list[subprocess.Popen[bytes]] = []
+    threads = own_threads(size)
+    use_threads(max(1, free_cores() // size))
     until_joined.push(partial(_over, started, joined))
     for rank in range(1, size):
         program, own = module_process("specdec")
-        own |= {**environment, **own_threads(size), "MLX_RANK": str(rank)}
+        own |= {**environment, **threads, "MLX_RANK": str(rank)}
         if devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = devices[rank]
         process = subprocess.Popen(

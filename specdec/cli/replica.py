@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """Environment variables that give each of ``count`` replicas its own device.
+    """Environment variables that give ``count`` replicas their devices and cores.
 
-    If there are fewer devices, several replicas share one.
+    If there are fewer devices, several replicas share one. The cores are divided once:
+    a replica that is started again would count those of the others as busy.
     """
     from ..backend import defaults
 
     if defaults().name != "cuda":
-        return [{}] * count
+        return [own_threads(count)] * count
     names = cuda_devices()
     return [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} for i in range(count)]
 
@@ -68,8 +69,7 @@ def command(
     sharing = environments.count(environments[index])
     quiet = quiet or index > 0
     greeting = pickle.dumps((path, dict(loading), config, quiet, sharing))
-    own = own_threads(len(environments))
-    return Command(program, {**environment, **own, **environments[index]}, greeting)
+    return Command(program, {**environment, **environments[index]}, greeting)
 
 
 def main() -> int:

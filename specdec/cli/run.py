@@ -235,7 +235,11 @@ def run(
     job: _Here | RayJob
     if ray is not None:
         check_extra("--ray", "ray", "ray")
+        from ..backend import check_compiler
         from ..ray.job import RayJob
+
+        if (missing := check_compiler()) and not quiet:
+            note(missing)
 
         job = RayJob(ray, ray_workers, loading)
         job = click.get_current_context().with_resource(job)

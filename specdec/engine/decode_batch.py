@@ -445,6 +445,9 @@ class DecodeBatch:
             for _ in plain._draft.prefill():  # last tokens only, so there is little
                 pass
             self._pacing.restart()
+        if rows[-1] >= len(free) >= len(rows):  # rows that ended take no slots then
+            other._resize(len(rows))
+            rows = list(range(len(rows)))
         if len(free) > rows[-1]:
             self._place(free[: rows[-1] + 1], other)
         else:

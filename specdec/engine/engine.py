@@ -33,9 +33,9 @@ from .scheduler import Scheduler
 
 Models = tuple[ModelRunner, Drafter | None]
 
-# What MLX may keep for reuse after a prompt, as a share of the device's memory. To free
-# it took 18 to 32 ms on one H100 (benchmarks/results/joins-h100.md), and to allocate it
-# again takes more: with one row, that would be paid for every request.
+# What MLX may keep for reuse after a prompt, as a share of the memory that it may hold.
+# Freeing it took 18 ms on one H100 (benchmarks/results/joins-h100.md), and it has to be
+# allocated again. One row alone would pay for that with every request.
 _REUSED = 1 / 16
 
 
@@ -111,6 +111,8 @@ class Engine:
             budget=None if preflight is None else preflight.limit,
             cost=None if preflight is None else preflight.cost,
         )
+        most = config.memory_limit or memory_size() or 0
+        self._most_reused = int(_REUSED * most)
         self._alive: dict[int, Request] = {}
         # Requests that ended outside of a round, as by cancel(). The next step reports
         # them.
@@ -298,7 +300,7 @@ class Engine:
         if self._running is None:
             # Waiting bounds memory, and no round runs that it could delay.
             mx.synchronize()
-            if mx.get_cache_memory() > _REUSED * (memory_size() or 0):
+            if mx.get_cache_memory() > self._most_reused:
                 mx.clear_cache()
         if more and joining.unfinished:
             return

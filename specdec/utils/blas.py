@@ -16,6 +16,7 @@ import platform
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -46,8 +47,10 @@ GEMM(cblas_cgemm, const void*, void)
 }
 """
 _COMPILE_SECONDS = 60
-# What OpenBLAS reads: a user's own number of threads. The second is Ray's, too.
-_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+# What OpenBLAS reads: a user's own number of threads. The last is Ray's, too.
+_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+# Sets the number of OpenBLAS's threads, once it is loaded.
+_set_threads: Callable[[int], object] | None = None
 
 
 @cache
@@ -97,8 +100,17 @@ def own_threads(processes: int) -> dict[str, str]:
     return {_THREADS[0]: str(max(1, free_cores() // processes))}
 
 
+def use_threads(number: int) -> None:
+    """Let OpenBLAS use so many threads from now on, unless the user has set a number.
+
+    Another number can change the last bits of a product.
+    """
+    if _set_threads is not None and not _threads_are_set():
+        _set_threads(number)
+
+
 def usable_cores() -> int:
-    """How many cores this process may use, by its affinity and its cgroup's quota."""
+    """How many cores this process may use, by its affinity and a container's quota."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -112,8 +124,8 @@ def free_cores() -> int:
     """How many of the usable cores other processes leave, at least 1.
 
     A core counts as busy if something ran on it through the last minute and still does.
-    The minute alone would count a process that has just ended, such as the command
-    before this one, and the moment alone one that is about to end.
+    The last minute alone would count a process that has just ended, such as the command
+    before this one. The moment alone would count one that is about to end.
     """
     try:
         minute, _, _, running, _ = Path("/proc/loadavg").read_text("ascii").split()
@@ -143,10 +155,11 @@ def _load(shim: Path) -> None:
     found = shim.lstat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise PermissionError(f"{shim} is not this user's own")
+    global _set_threads
     library = ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
-    if not _threads_are_set():
-        # Threads wait for each other: one whose core is busy slows all many times.
-        library.scipy_openblas_set_num_threads(free_cores())
+    _set_threads = getattr(library, "scipy_openblas_set_num_threads", None)
+    # Threads wait for each other: one on a busy core slows all of them many times.
+    use_threads(free_cores())
 
 
 def _compile(library: Path, shim: Path) -> None:

@@ -87,11 +87,14 @@ def test_dry_run(target: Path) -> None:
         "target", "draft and optimizer", "logits", "target states",
     ]  # fmt: skip
     assert all("B" in size and len(size) < 40 for _, _, size in sizes)
-    assert "up to 10 minutes\n" in result.stdout
+    about = "questions, problems, code"
+    assert f"up to 10 minutes, about {about}\n" in result.stdout
     assert "tokens a step, 5 minutes\n" in result.stdout
     block = invoke(
-        *("--target", str(target), "--layers", "2", "--dry-run", "--kind", "block")
+        *("--target", str(target), "--layers", "2", "--dry-run", "--kind", "block"),
+        *("--topic", "code"),
     )
+    assert "up to 10 minutes, about code\n" in block.stdout
     assert "\ndraft:    dspark, a block of 8, layers 0, 3, " in block.stdout
     assert "note:" not in block.stdout
     assert set(target.parent.iterdir()) == before

@@ -243,16 +243,23 @@ def test_noise_is_drawn_only_while_a_row_samples(
     assert 0 < len(drawn) <= 4
 
 
-@pytest.mark.parametrize(("kept", "freed"), [(0, 0), (1 << 40, 2)])
+@pytest.mark.parametrize(
+    ("kept", "limit", "freed"),
+    [(0, None, 0), (1 << 40, None, 2), (10**6, 10**8, 0), (10**7, 10**8, 2)],
+)
 def test_what_mlx_keeps_for_reuse_is_freed_only_if_it_is_much(
-    target: Any, monkeypatch: pytest.MonkeyPatch, kept: int, freed: int
+    target: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: int,
+    limit: int | None,
+    freed: int,
 ) -> None:
     """Freeing waits for the device, and what is freed must be allocated again."""
     calls: list[None] = []
     monkeypatch.setattr(mx, "get_cache_memory", lambda: kept)
     monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(None))
     params = [SamplingParams(max_tokens=4)] * 2
-    run_rows(target, None, PROMPTS[:2], params, batch_size=1)
+    run_rows(target, None, PROMPTS[:2], params, batch_size=1, memory_limit=limit)
     assert len(calls) == freed
 
 

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 from specdec import SpecDecoder, backend
 from specdec.cli import main
-from specdec.cli.replica import command, within_share
+from specdec.cli.replica import command, environments, within_share
 from specdec.config import EngineConfig
 from specdec.server import replicas as supervision
 from specdec.server.config import ServerConfig
@@ -523,6 +523,18 @@ def test_replicas_of_one_device_share_its_memory(
     assert limits == [4500, None, 4500]
     named = EngineConfig(memory_limit=8000)
     assert within_share(named, 2) is named
+
+
+def test_replicas_keep_their_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is started again would count the cores of the others as busy."""
+    monkeypatch.setattr("specdec.cli.replica.own_threads", lambda n: {"T": str(8 // n)})
+    places = environments(4)
+    monkeypatch.setattr("specdec.cli.replica.own_threads", lambda n: {"T": "1"})
+    for _ in range(2):
+        made = command({}, ServerConfig(), places, 3, "/nowhere/s")
+        assert made.environment["T"] == "2"
 
 
 def test_the_first_replica_alone_says_what_it_notes() -> None:

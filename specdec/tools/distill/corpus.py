@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import ModelError
 from ...utils.files import open_plain, remove_leftovers
+from .seed_prompts import TOPICS
 from .storage import read_arrays, write_arrays
 
 _WAVE = re.compile(r"wave-\d{5}")
@@ -45,6 +46,7 @@ class Corpus:
     Args:
         folder: the folder, which is made when the first file is written.
         target: fingerprint of the model that writes.
+        topics: what waves are about; others are refused.
 
     Attributes:
         waves: names of the waves, in the order in which they were written.
@@ -52,9 +54,10 @@ class Corpus:
         seconds: time that it took to write all waves.
     """
 
-    def __init__(self, folder: Path, target: str):
+    def __init__(self, folder: Path, target: str, topics: Collection[str] = TOPICS):
         self.folder = folder
         self._target = target
+        self._topics = " ".join(sorted(set(topics)))
         self.waves: list[str] = []
         self.num_tokens = 0
         self.seconds = 0.0
@@ -90,7 +93,12 @@ class Corpus:
         write_arrays(
             self._path(name),
             {"tokens": mx.array(tokens), "documents": mx.array(numbers)},
-            {"format": FORMAT, "target": self._target, "seconds": repr(seconds)},
+            {
+                "format": FORMAT,
+                "target": self._target,
+                "topics": self._topics,
+                "seconds": repr(seconds),
+            },
         )
         if _WAVE.fullmatch(name):
             self._count(name, documents, seconds)
@@ -133,6 +141,12 @@ class Corpus:
             raise ModelError(
                 f"{path} was written by another target: name another --data folder, "
                 "or remove this one"
+            )
+        about = metadata.get("topics", " ".join(sorted(TOPICS)))
+        if about != self._topics and _WAVE.fullmatch(name):
+            raise ModelError(
+                f"{path} is about {about}: name the same --topic, or another --data "
+                "folder"
             )
         documents, first = [], 0
         try:

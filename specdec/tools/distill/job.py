@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ...errors import ModelError
 from ...models import load_draft
 from ...models.draft_folder import FORMAT, fingerprint, read_card
 from ...models.precision import DTYPES
+from ...utils.blas import usable_cores, use_threads
 from ...utils.files import remove_leftovers
 from . import checkpoint
 from .beginning import as_begun, take_weights
@@ -29,8 +31,9 @@ from .wave import TEMPERATURE
 
 _CHECKPOINT_SECONDS = 60
 _LINE_SECONDS = 10
-# How often held-out texts are measured during training: less often in a budget of
-# minutes, of which measuring takes at most this share.
+# How often held-out texts are measured during training; with a budget of minutes, only
+# while measuring has taken less than this share of the time. The first measurement,
+# which compiles, does not count.
 _MEASUREMENTS, _MEASURING = 20, 0.05
 # Most rows that decode together when rounds are measured.
 _ROUNDS_BATCH = 64
@@ -53,6 +56,8 @@ class Job:
     """
 
     def __init__(self, options: Options, say: Say, check: Check = go_on):
+        # A run that goes on has the same sums, whatever else the machine does.
+        use_threads(usable_cores())
         self.options = options = as_begun(options)
         self._say = say
         self._check = check
@@ -150,18 +155,19 @@ class Job:
                 self._say(f"going on after step {trainer.progress.step}")
         saved = shown = time.perf_counter()
         tokens, shows = trainer.progress.tokens, True
-        measured, measuring = int(trainer.share * _MEASUREMENTS), 0.0
+        measured, measuring = int(trainer.share * _MEASUREMENTS), -inf
+        began = trainer.progress.seconds
         timed = self.options.budget.minutes is not None
         try:
             while not trainer.done:
                 self._check()
                 trainer.step()
                 due = int(trainer.share * _MEASUREMENTS)
-                allowed = _MEASURING * trainer.progress.seconds
+                allowed = _MEASURING * (trainer.progress.seconds - began)
                 if due > measured and not (timed and measuring > allowed):
                     measured, begun = due, time.perf_counter()
                     self._measure(trainer, held_out, loss)
-                    measuring += time.perf_counter() - begun
+                    measuring = max(0.0, measuring + time.perf_counter() - begun)
                 now = time.perf_counter()
                 if shows or now - shown > _LINE_SECONDS or trainer.done:
                     shows = False

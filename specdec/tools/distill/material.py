@@ -115,7 +115,7 @@ class Gatherer:
         self._plan = plan
         self._say = say
         folder = options.data or options.work / "data"
-        self._corpus = Corpus(folder, fingerprint)
+        self._corpus = Corpus(folder, fingerprint, options.topics)
         self._author = Author(
             target.model, target.tokenizer, options, plan.writers, check
         )

@@ -66,7 +66,7 @@ class Options:
         texts: files of ``--text``.
         begin_with: a draft whose weights training begins with, and whose kind, form,
             block size, layers and width are used.
-        topics: what the user turns that the target makes up are about.
+        topics: topics of the user turns that the target makes up.
         bits: bits of the stored layers' matrices; ``None`` leaves them unpacked.
         hard: share of the loss that uses only the target's arg-max.
         turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.

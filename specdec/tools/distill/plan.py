@@ -42,7 +42,7 @@ _LARGEST_CHUNK, _SMALLEST_CHUNK = 2048, 64
 # cost more than work.
 _WRITERS = {"cuda": 2048, "metal": 64, "cpu": 16}
 _BLOCK_TOKENS = {"cuda": 32768, "metal": 8192, "cpu": 2048}
-# A block head learns more in the same time from smaller steps (docs/distill.md).
+# A block head agreed more with smaller steps, in one comparison (docs/distill.md).
 _MOST_OF_A_HEAD = 8192
 # Shares of the memory for keys and values of rows that write, and for target states.
 _WRITING_SHARE, _STATES_SHARE = 0.4, 0.4
@@ -227,7 +227,8 @@ def describe(options: Options) -> list[str]:
         f"draft:    {f'{options.form}, {plan.student.name}, ' if block else ''}"
         f"{begun}{learnt / 1e6:.1f} M parameters to learn, computing in "
         f"{options.computing}",
-        f"writing:  {plan.writers} rows at once, up to {' or '.join(writing)}",
+        f"writing:  {plan.writers} rows at once, up to {' or '.join(writing)}, about "
+        f"{', '.join(options.topics)}",
         f"training: {plan.block_tokens} tokens a step, {length}",
         *_under("memory:", [f"{what}: {size}" for what, size in memory.items()]),
         f"time:     {_time(budget, rate)}",

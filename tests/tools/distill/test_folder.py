@@ -295,3 +295,10 @@ def test_waves_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     assert (again.num_tokens, again.seconds) == (5, 2.5)
     assert list(again.documents(again.waves)) == documents
     assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(ModelError, match="is about code problems questions: name"):
+        Corpus(tmp_path, "a", ["code"])
+    about_code = Corpus(tmp_path / "other", "a", ["code"])
+    about_code.add(about_code.next_wave, documents)
+    assert Corpus(tmp_path / "other", "a", ["code"]).waves == again.waves
+    with pytest.raises(ModelError, match="is about code: name the same --topic"):
+        Corpus(tmp_path / "other", "a")

@@ -107,10 +107,17 @@ def test_documents_of_a_wave(
     begun = [Opening("There")] * 3 + [Opening('def f():\n    """', until='"""')]
     answers = iter([turns, [said("yes"), said("no")], [said("No"), [end]]])
     monkeypatch.setattr(Author, "_write", lambda *_, **__: next(answers))
-    monkeypatch.setattr(seed_prompts, "draw", lambda rng, topics: begun.pop(0))
-    wanted = Options(target=None, budget=Budget(tokens=1))
+    asked = set()
+
+    def drawn(rng: Random, topics: Sequence[str]) -> Opening:
+        asked.add(tuple(topics))
+        return begun.pop(0)
+
+    monkeypatch.setattr(seed_prompts, "draw", drawn)
+    wanted = Options(target=None, budget=Budget(tokens=1), topics=("code", "problems"))
     author = Author(tiny_model("llama"), tokenizer, wanted, 4)
     documents = author.wave(0)
+    assert asked == {("code", "problems")}
     texts = [tokenizer.decode(list(d.tokens)) for d in documents]
     assert [d.kind for d in documents] == [0, 0, 1, 1]
     assert texts[0] == "<|im_start|>user\nThere are seven days<|im_end|>\nyes"
