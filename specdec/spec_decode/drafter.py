@@ -280,8 +280,8 @@ class DraftRows(ABC):
         A drafter should define it if it can do so without copying all rows.
 
         Args:
-            rows: where the first rows of ``other`` go. Those after them, if any, are
-                idle, and are dropped.
+            rows: where the first rows of ``other`` go. Rows after these are idle, and
+                are dropped.
             num_rows: the number of rows, before and after.
         """
         self.extend(other)
