@@ -170,6 +170,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert same(weights(made), weights(tmp_path / "parts"))
 
 
+def test_a_smaller_budget_stores_what_was_learnt_so_far(
+    target: Path, tmp_path: Path, stopped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has no more time need not lose what a run has learnt."""
+    wanted = options(target, tmp_path / "out", resume=True)
+    stopped(4)
+    with pytest.raises(KeyboardInterrupt):
+        run(wanted)
+    monkeypatch.undo()
+    card = run(replace(wanted, budget=Budget(minutes=1e-6)))
+    assert card["training"]["steps"] == 4
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_a_killed_run_goes_on_exactly(
     target: Path, whole: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
