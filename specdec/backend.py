@@ -210,8 +210,8 @@ def product_notes(*, float32: bool, fixed_draft: bool) -> list[str]:
     elif blas and not float32:
         needed = (" and OpenBLAS", f", and {remedy}") if remedy else ("", "")
         notes.append(
-            "on this CPU MLX is fastest by far with float32 weights, of 4 bytes "
-            f"each{needed[0]}: --dtype float32{needed[1]}"
+            "on this CPU MLX is fastest by far with float32 weights (4 bytes "
+            f"each){needed[0]}: use --dtype float32{needed[1]}"
         )
     if fixed_draft and not float32:
         notes.append(

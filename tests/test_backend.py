@@ -162,7 +162,7 @@ OPENBLAS, NO_BLAS = ("OpenBLAS", ""), ("", "")
 @pytest.mark.parametrize(
     ("name", "blas", "float32", "words"),
     [
-        ("cpu", OPENBLAS, False, ["4 bytes each: --dtype float32"]),
+        ("cpu", OPENBLAS, False, ["(4 bytes each): use --dtype float32"]),
         ("cpu", OPENBLAS, True, []),
         ("cpu", ("preloaded BLAS", ""), True, []),
         ("cpu", ("reference BLAS", "get it"), True, ["as long as OpenBLAS: get it"]),
@@ -170,7 +170,7 @@ OPENBLAS, NO_BLAS = ("OpenBLAS", ""), ("", "")
             "cpu",
             ("reference BLAS", "get it"),
             False,
-            ["4 bytes each and OpenBLAS: --dtype float32, and get it"],
+            ["(4 bytes each) and OpenBLAS: use --dtype float32, and get it"],
         ),
         ("cpu", ("reference BLAS", MEND_GXX), True, ["OpenBLAS: install g++, or"]),
         ("cpu", NO_BLAS, False, []),  # a Mac's

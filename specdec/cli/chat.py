@@ -17,7 +17,7 @@ from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..errors import MemoryLimitError, PromptError
 from ..prompts import templates
 from ..utils.data_files import HALVES, json_text
-from . import options
+from . import options, ranks
 from .output import show, show_error, show_warnings
 
 if TYPE_CHECKING:
@@ -82,11 +82,9 @@ def chat(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, top_p=top_p, seed=seed
     )
-    show_warnings()
+    show_warnings(notes=not quiet)
     templates.start()
-    from ..decoder import SpecDecoder
-
-    decoder = SpecDecoder.from_pretrained(**models.arguments(config))
+    decoder, _ = ranks.load(None, quiet=quiet, **models.arguments(config))
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():
         with suppress(ImportError):

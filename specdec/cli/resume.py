@@ -26,6 +26,8 @@ from .options import Models
 _BESIDE = frozenset({"seed", "cache_salt"})
 # Settings that matter only if draft tokens are accepted by a ratio rule.
 _DRAFTING = frozenset({"draft", "draft_adapter_path", "num_draft_tokens"})
+# What stands for a setting that was not given.
+_DEFAULT = "the default"
 # The most characters of a value that is written as it is, not as a digest.
 _MOST = 80
 
@@ -172,14 +174,17 @@ def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | N
         made = {**made, "seed": seed}
     else:
         asked = {key: value for key, value in asked.items() if key != "seed"}
-    found = first_difference(made, asked, missing="the default")
+    found = first_difference(made, asked, missing=_DEFAULT)
     if found is None:
         return None
     name, was, now = found
+    if was == _DEFAULT:
+        return f"was made with the default {name}, not {now}"
     return f"was made with {name} {one_line(str(was))}, not {now}"
 
 
 def _foreign(path: str, number: int, what: str) -> click.UsageError:
     return click.UsageError(
-        f"--output {path}:{number} {what}: name another file, or leave out --resume"
+        f"--output {path}:{number} {what}: name another file, or leave "
+        "out --resume, which replaces this one"
     )

@@ -575,7 +575,8 @@ def _summary(
             f"rate {stats.acceptance_rate:.3f}, "
             f"length {stats.acceptance_length:.2f} tokens a round"
         )
-    elif draft and automatic and "decode" in lines and not failed:
+    # What an interrupt cuts off has no counts of its draft.
+    elif draft and automatic and stats.row_rounds and not failed:
         lines["acceptance"] = "nothing was drafted: it is not worth it here"
     if config.kv_bits is not None:
         lines["KV cache"] = f"{config.kv_bits} bits"

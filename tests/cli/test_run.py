@@ -132,8 +132,11 @@ def test_an_interrupted_run_is_resumed(
         (("--temp", "0.5"), "temperature 1.0, not 0.5"),
         (("--temp", "1", "--target", "a/T"), "target SmolLM2-135M-Instruct, not a/T"),
         (("--temp", "1", "--seed", "7"), r"seed \d, not \d"),
-        (("--temp", "1", "-m", "9"), "max_tokens the default, not 9"),
-        (("--temp", "1", "--system-prompt", "s" * 99), "the default, not sha256:"),
+        (("--temp", "1", "-m", "9"), "the default max_tokens, not 9"),
+        (
+            ("--temp", "1", "--system-prompt", "s" * 99),
+            "the default system_prompt, not sha256:",
+        ),
     )
     for more, differs in changed:
         result = specdec(*resume, *more)
@@ -187,7 +190,7 @@ def test_ratio_rules_are_resumed_with_the_same_draft(
         ),
         (
             ("--draft", "ngram+a/D", "--draft-adapter-path", str(tmp_path)),
-            f"draft_adapter_path the default, not {tmp_path}",
+            f"the default draft_adapter_path, not {tmp_path}",
         ),
     ):
         result = specdec(*ratio, *more, "--resume")
@@ -471,6 +474,11 @@ def test_summary_when_nothing_was_drafted(
     decoder.stats.drafted = decoder.stats.accepted = 0
     stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
     assert "acceptance:  nothing was drafted: it is not worth it here" in stderr
+    # A request that an interrupt cut off has rounds, and no counts of its draft.
+    decoder.stats.row_rounds = 0
+    stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
+    assert "decode:" in stderr
+    assert "nothing was drafted" not in stderr
 
 
 def test_quiet(specdec: Specdec) -> None:

@@ -237,7 +237,7 @@ def describe(options: Options) -> list[str]:
 
 
 def _time(budget: Budget, rate: float) -> str:
-    about = f"about {rate:.2g} tokens/s of training, by the time of one product"
+    about = f"about {_amount(rate)} tokens/s of training, by the time of one product"
     if budget.minutes is None:
         return f"{about}: {_span(_tokens(budget, rate) / rate)}, and writing"
     learnt = _amount(_tokens(budget, rate))
