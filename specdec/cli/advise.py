@@ -17,7 +17,7 @@ from ..utils.data_files import json_text
 from ..utils.printable import counted
 from ..utils.tables import text_table
 from . import options
-from .output import note, places_named, share_text, show
+from .output import note_products, places_named, share_text, show
 from .progress import Progress, Share, announce
 
 if TYPE_CHECKING:
@@ -83,16 +83,16 @@ def advise(
         f"{', '.join(map(str, sizes))}",
         quiet=quiet,
     )
-    from ..backend import describe, product_notes
+    from ..backend import describe
     from ..decoder import SpecDecoder
     from ..model_names import short
     from ..spec_decode.draft_length import ForwardCosts
 
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
-    decoder = SpecDecoder.from_pretrained(**models.arguments(config))
+    loading = models.arguments(config)
+    decoder = SpecDecoder.from_pretrained(**loading)
     if not quiet:
-        for text in product_notes(float32=decoder.target.in_float32, fixed_draft=False):
-            note(text)
+        note_products(decoder, loading["dtype"])
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],

@@ -17,8 +17,8 @@ from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..errors import MemoryLimitError, PromptError
 from ..prompts import templates
 from ..utils.data_files import HALVES, json_text
-from . import options, ranks
-from .output import show, show_error, show_warnings
+from . import options
+from .output import note_products, show, show_error, show_warnings
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -84,7 +84,12 @@ def chat(
     )
     show_warnings(notes=not quiet)
     templates.start()
-    decoder, _ = ranks.load(None, quiet=quiet, **models.arguments(config))
+    from ..decoder import SpecDecoder
+
+    loading = models.arguments(config)
+    decoder = SpecDecoder.from_pretrained(**loading)
+    if not quiet:
+        note_products(decoder, loading["dtype"])
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():
         with suppress(ImportError):

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -30,6 +30,9 @@ from ..utils.ctrl_c import INTERRUPTED
 from ..utils.data_files import HALVES, json_text
 from ..utils.extras import install
 from ..utils.printable import one_line, printable, shorten
+
+if TYPE_CHECKING:
+    from ..decoder import SpecDecoder
 
 DEBUG = "SPECDEC_DEBUG"
 
@@ -244,6 +247,22 @@ def show_error(message: str) -> None:
 def note(text: str) -> None:
     """Print a line to standard error that is not an error."""
     show(f"specdec: note: {text}", err=True)
+
+
+def note_products(
+    decoder: SpecDecoder, dtype: str | None, *, fixed_draft: bool = False
+) -> None:
+    """Note what makes a model slow on this machine, if anything does.
+
+    Args:
+        dtype: the type that the user asked for, if any.
+        fixed_draft: see :func:`~specdec.backend.product_notes`.
+    """
+    from ..backend import product_notes
+
+    float32 = dtype == "float32" or decoder.target.in_float32
+    for text in product_notes(float32=float32, fixed_draft=fixed_draft):
+        note(text)
 
 
 def show_interrupted(kept: str | None = None) -> None:

@@ -27,7 +27,7 @@ from ..parallel import Follower, Leader, Ranks, launched_rank
 from ..utils.blas import free_cores, own_threads, use_threads
 from ..utils.child import module_process
 from . import options
-from .output import FAILURE, note, show_error
+from .output import FAILURE, note, note_products, show_error
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -77,13 +77,10 @@ def load(
         signal.signal(signal.SIGTERM, partial(_hear, leader))
         leader.decide("models", lambda: settings)
     decoder = SpecDecoder.from_pretrained(**settings, ranks=leader)
-    drafts = decoder.draft_name is not None
-    for text in backend.product_notes(
-        float32=settings.get("dtype") == "float32" or decoder.target.in_float32,
-        fixed_draft=drafts and decoder.config.num_draft_tokens != "auto",
-    ):
-        if not quiet:
-            note(text)
+    if not quiet:
+        fixed = decoder.config.num_draft_tokens != "auto"
+        fixed = fixed and decoder.draft_name is not None
+        note_products(decoder, settings.get("dtype"), fixed_draft=fixed)
     return decoder, leader
 
 
