@@ -22,6 +22,7 @@ from .members import BatchCacheList, members
 from .memo import Memo
 from .recurrent import BatchRecurrentCache
 from .ring import RingCache
+from .storage import put_rows
 
 __all__ = [
     "BatchCache",
@@ -42,5 +43,6 @@ __all__ = [
     "maybe_quantize",
     "members",
     "place_caches",
+    "put_rows",
     "reads_boolean_masks",
 ]

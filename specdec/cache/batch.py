@@ -11,7 +11,7 @@ from ..errors import CacheError
 from .core import RowCounts
 from .functional import FunctionalCache
 from .positions import whole
-from .storage import Arrays
+from .storage import Arrays, put_rows, rows_at
 
 C = TypeVar("C", bound="BatchCache")
 # Columns of a row, their positions (ascending), and how many tokens the row has.
@@ -142,14 +142,11 @@ class BatchCache(FunctionalCache):
         self._options["max_length"] = self.max_length
 
         def index(array: mx.array) -> mx.array:
-            def spread() -> mx.array:
-                at = mx.array(list(rows), mx.int32)
-                if len(rows) == 1:
-                    return at
-                at = at.reshape(-1, *[1] * (array.ndim - 1))
-                return mx.broadcast_to(at, (len(rows), *array.shape[1:]))
+            def made() -> mx.array:
+                alone = len(rows) == 1
+                return mx.array(list(rows)) if alone else rows_at(rows, array)
 
-            return self._memo.get(("places", array.shape[1:]), (), tuple(rows), spread)
+            return self._memo.get(("places", array.shape[1:]), (), tuple(rows), made)
 
         if not other.empty():
             if self.empty():
@@ -159,7 +156,7 @@ class BatchCache(FunctionalCache):
         offset, new = self.offset, other.offset
 
         def placed() -> mx.array:
-            return mx.put_along_axis(offset, index(offset), new[: len(rows)], axis=0)
+            return put_rows(offset, rows, new)
 
         self.offset = self._memo.get("place", (offset, new), tuple(rows), placed)
         everything = len(rows) == self.batch_size

@@ -124,6 +124,18 @@ def _widened(arrays: Arrays, capacity: int) -> Arrays:
     return tuple(mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) for a in arrays)
 
 
+def rows_at(rows: Sequence[int], array: mx.array) -> mx.array:
+    """For each element of ``rows`` of an array, its row: an index for one scatter."""
+    at = mx.array(list(rows), mx.int32).reshape(-1, *[1] * (array.ndim - 1))
+    return mx.broadcast_to(at, (len(rows), *array.shape[1:]))
+
+
+def put_rows(array: mx.array, rows: Sequence[int], new: mx.array) -> mx.array:
+    """``array`` with the first rows of ``new`` in the given ones, by one operation."""
+    at = rows_at(rows, array)
+    return mx.put_along_axis(array, at, new[: len(rows)], axis=0)
+
+
 def placed(arrays: Arrays, updates: Arrays, index: Index) -> Arrays:
     """``arrays`` with the first rows of ``updates`` put where ``index`` says.
 

@@ -168,7 +168,7 @@ def _start(size: int, until_joined: ExitStack) -> None:
     joined = threading.Event()
     started: list[subprocess.Popen[bytes]] = []
     threads = own_threads(size)
-    use_threads(max(1, free_cores() // size))
+    use_threads(free_cores(size))
     until_joined.push(partial(_over, started, joined))
     for rank in range(1, size):
         program, own = module_process("specdec")

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from ..cache import put_rows
+
 # After so many rounds, their tokens are joined to one array.
 _COMPACT = 64
 
@@ -180,9 +182,7 @@ class Backlog:
                 mx.pad(p, [(0, 0), (width - p.shape[1], 0)])
                 for p in (self._compact(), other._compact())
             )
-            new = new[: len(rows)]
-            at = mx.broadcast_to(mx.array(list(rows), mx.int32)[:, None], new.shape)
-            self._aligned(mx.put_along_axis(tokens, at, new, axis=0), counts)
+            self._aligned(put_rows(tokens, rows, new), counts)
 
     def _aligned(self, tokens: mx.array, counts: list[int]) -> None:
         """Hold right-aligned ``tokens``; ``counts`` are each row's own."""

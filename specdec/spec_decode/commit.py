@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..backend import defaults
+from ..cache import put_rows
 from ..cuda import commit_kernel
 from ..models.kernel_proofs import kept_proofs
 from .rejection_sampler import Accepted, count_kept, next_recent
@@ -46,12 +47,9 @@ class Committed:
     def placed(self, rows: Sequence[int], other: Committed) -> Committed:
         """A copy with the first rows of ``other`` in the given rows."""
         width = max(self.recent.shape[1], other.recent.shape[1])
-        at = mx.array(list(rows), mx.int32)
-        new = other.within(width).recent[: len(rows)]
-        index = mx.broadcast_to(at[:, None], new.shape)
         return Committed(
-            mx.put_along_axis(self.within(width).recent, index, new, axis=0),
-            mx.put_along_axis(self.lengths, at, other.lengths[: len(rows)], axis=0),
+            put_rows(self.within(width).recent, rows, other.within(width).recent),
+            put_rows(self.lengths, rows, other.lengths),
         )
 
     def joined(self, other: Committed) -> Committed:

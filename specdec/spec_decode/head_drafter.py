@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache import put_rows
 from ..models.draft_heads import BlockHead, DraftHead
 from ..models.runner import ModelRows, ModelRunner
 from .drafter import Drafter, DraftRows, Proposals, Round
@@ -158,9 +159,7 @@ class HeadRows(DraftRows):
 
     def place(self, rows: Sequence[int], other: HeadRows, num_rows: int) -> None:
         self._rows.place(rows, other._rows)
-        at, state = mx.array(list(rows), mx.int32), other._state[: len(rows)]
-        at = mx.broadcast_to(at[:, None, None], state.shape)
-        self._state = mx.put_along_axis(self._state, at, state, axis=0)
+        self._state = put_rows(self._state, rows, other._state)
 
     def reset(self, rows: Sequence[int]) -> None:
         self._rows.reset(rows)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..backend import defaults
+from ..cache import put_rows
 from ..cuda import ngram_kernel
 from ..errors import ConfigError
 from ..models.kernel_proofs import kept_proofs
@@ -166,10 +167,7 @@ class NgramRows(DraftRows):
         slots = max(self._ring.shape[1], other._ring.shape[1])
         for part in (self, other):
             part._grow(max(slots, self._capacity(self._longest)))
-        for i, row in enumerate(rows):
-            self._ring = mx.slice_update(
-                self._ring, other._ring[i : i + 1], mx.array([row]), axes=(0,)
-            )
+        self._ring = put_rows(self._ring, rows, other._ring)
 
     def _capacity(self, length: int) -> int:
         """Slots for rows of up to ``length`` tokens: few sizes, so shapes repeat."""

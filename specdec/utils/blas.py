@@ -97,7 +97,7 @@ def own_threads(processes: int) -> dict[str, str]:
     """
     if _threads_are_set():
         return {}
-    return {_THREADS[0]: str(max(1, free_cores() // processes))}
+    return {_THREADS[0]: str(free_cores(processes))}
 
 
 def use_threads(number: int) -> None:
@@ -120,8 +120,10 @@ def usable_cores() -> int:
     return cores
 
 
-def free_cores() -> int:
+def free_cores(sharing: int = 1) -> int:
     """How many of the usable cores other processes leave, at least 1.
+
+    With ``sharing``, it is an equal part for each of so many processes.
 
     A core counts as busy if something ran on it through the last minute and still does.
     The last minute alone would count a process that has just ended, such as the command
@@ -133,7 +135,8 @@ def free_cores() -> int:
         busy = min(int(float(minute)), int(running.split("/")[0]) - 1)
     except (OSError, ValueError):  # a system that does not count
         busy = 0
-    return max(1, min(usable_cores(), (os.cpu_count() or 1) - busy))
+    free = max(1, min(usable_cores(), (os.cpu_count() or 1) - busy))
+    return max(1, free // sharing)
 
 
 def _threads_are_set() -> bool:
