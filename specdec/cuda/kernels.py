@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+# Ends of parts that a kernel gets at least: 16 bytes, see last_columns.
+_FEWEST_ENDS = 4
 #: PTX names of the types that our kernels multiply on tensor cores.
 TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 _MMA = """
@@ -20,6 +22,8 @@ _MMA = """
       "{{%0,%1,%2,%3}}, {{%4,%5,%6,%7}}, {{%8,%9}}, {{%0,%1,%2,%3}};"       \\
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                      \\
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+#define SPECDEC_FMA(d, a, b, c)                                             \\
+  asm("fma.rn.{0}x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c))
 """
 
 #: Writes ``sum``, of row m of M and column at of N. The parts of a product lie in
@@ -37,8 +41,16 @@ WRITE = """
 
 @cache
 def last_columns(ends: tuple[int, ...]) -> mx.array:
-    """Where the parts of a product end, for the kernel."""
-    return mx.array(ends, mx.int32)
+    """Where the parts of a product end, for the kernel; the last end is repeated.
+
+    MLX keeps arrays of up to 8 bytes, and those that the host makes, in managed memory.
+    A GPU may read that from the host, and each of a kernel's blocks waits for it. So
+    the array is longer, and a copy that the device has made.
+    """
+    ends += ends[-1:] * (_FEWEST_ENDS - len(ends))
+    made = mx.array(ends, mx.int32) + mx.zeros(len(ends), mx.int32)
+    mx.eval(made)
+    return made
 
 
 def whole_shape(shape: tuple[int, ...], ends: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,7 +74,10 @@ def parts_of(
 
 
 def tensor_cores(dtype: mx.Dtype) -> str:
-    """The header of kernels that call SPECDEC_MMA: a tensor core's product."""
+    """The header of kernels that call SPECDEC_MMA or SPECDEC_FMA.
+
+    The first is a tensor core's product, the second a * b + c for two pairs of numbers.
+    """
     return _MMA.format(TYPES[dtype])
 
 

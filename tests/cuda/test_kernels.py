@@ -105,3 +105,21 @@ def test_a_source_is_shortened_and_stays_the_same_code() -> None:
         "for(int i=0;i < 4;++i)x=a - -b <=c?-1 : 2;",
     ]
     assert kernels._shortened(code).endswith("\n")
+
+
+def test_where_parts_end_is_no_array_that_the_host_keeps() -> None:
+    """MLX keeps up to 8 bytes in the host's memory; nothing may be traced, either."""
+    found: list[mx.array] = []
+
+    @mx.compile
+    def traced(x: mx.array) -> mx.array:
+        found.append(kernels.last_columns((3, 7)))
+        return x + found[-1].sum()
+
+    kernels.last_columns.cache_clear()
+    assert traced(mx.array(1)).item() == 1 + 3 + 3 * 7
+    assert kernels.last_columns((3, 7)) is found[0]
+    for ends, expected in (((9,), [9] * 4), (ENDS, list(ENDS))):
+        array = kernels.last_columns(ends)
+        assert array.tolist() == expected
+        assert array.nbytes > 8

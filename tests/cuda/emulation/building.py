@@ -39,7 +39,9 @@ TYPES = {
     mx.float32: "float",
     mx.float64: "double",
 }
-_MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+SPECDEC_MMA\((?:.*\\\n)*.*\n?", re.M)
+_MACRO = re.compile(
+    r"^[ \t]*#[ \t]*define[ \t]+SPECDEC_(?:MMA|FMA)\((?:.*\\\n)*.*\n?", re.M
+)
 _PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.")
 _ELEMENTS = {"bf16": "__nv_bfloat16", "f16": "__half"}
 

@@ -191,6 +191,30 @@ inline int __all_sync(unsigned mask, int value, int line = __builtin_LINE()) {
   return __ballot_sync(mask, !value, line) == 0;
 }
 
+// -- pairs of 16 bits -----------------------------------------------------------
+
+namespace simt {
+
+// fma.rn.bf16x2 or fma.rn.f16x2: a * b + c for both pairs of numbers, rounded once.
+template <class T>
+uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    auto number = [shift](uint32_t pair) {
+      return static_cast<float>(
+          __builtin_bit_cast(T, static_cast<uint16_t>(pair >> shift)));
+    };
+    // A product of two is exact in float.
+    const T sum(fmaf(number(a), number(b), number(c)));
+    result |= uint32_t{sum.bits} << shift;
+  }
+  return result;
+}
+
+}  // namespace simt
+
+#define SPECDEC_FMA(d, a, b, c) d = simt::fma2<SPECDEC_MMA_TYPE>(a, b, c)
+
 // -- tensor cores ----------------------------------------------------------------
 
 namespace simt {
