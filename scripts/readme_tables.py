@@ -64,7 +64,7 @@ JOBS = [
     for system in (
         "mlx-lm, generate_step" if batch == 1 else "mlx-lm, batch_generate",
         "specdec, no draft",
-        "specdec, head, auto",
+        "specdec, smollm2-135m-instruct, auto",
     )
 ]
 
@@ -74,7 +74,7 @@ JOBS = [
 TABLES = {
     "cpu-jobs": Table("jobs-cpu", "two CPU cores, whole jobs", ("batch", "job tokens/s", "/ no draft", "/ mlx-lm")),
     "h200-plain": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
-    "h200-jobs": Table("jobs-smollm2-h200", "one H200, whole jobs", ("batch", "job tokens/s", "/ no draft", "/ mlx-lm"), JOBS),
+    "h100-jobs": Table("jobs-smollm2-h100", "one H100, whole jobs", ("batch", "job tokens/s", "/ no draft", "/ mlx-lm"), JOBS),
     "h200-auto": Table(
         (
             ("draft-length-smollm2-gsm8k-b1-h200", SMOLLM2.format(1), "SmolLM2 and four layers, GSM8K"),

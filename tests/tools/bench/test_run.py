@@ -189,7 +189,7 @@ def test_a_report_is_the_same_when_made_anew(whole: Path, tmp_path: Path) -> Non
 COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("name", ["acceptance-quick", "jobs-smollm2-h200"])
+@pytest.mark.parametrize("name", ["acceptance-quick", "jobs-smollm2-h100"])
 def test_a_committed_report_is_that_of_its_raw_results(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
