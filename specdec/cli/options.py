@@ -171,7 +171,10 @@ def size(name: str, *, or_none: bool = False, **more: Any) -> Option:
     """An option for a number of bytes, such as 8GB; ``or_none`` allows 0."""
 
     def parsed(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
-        return None if value is None else parse_size(value, or_none=or_none)
+        try:
+            return None if value is None else parse_size(value, or_none=or_none)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
     return click.option(name, metavar="SIZE", callback=parsed, **more)
 
