@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from specdec.spec_decode.draft_length import ForwardCosts, Forwards, RoundCosts
 from specdec.spec_decode.draft_length.costs import Correction
 from specdec.spec_decode.draft_length.store import (
     MOST_ENTRIES,
+    VERSION,
     CostStore,
     default_path,
 )
@@ -47,6 +49,17 @@ ENTRY = {
 }
 
 
+def kept(entry: dict[str, Any]) -> str:
+    """A file with one entry."""
+    return json.dumps({"version": VERSION, "costs": {"a": entry}})
+
+
+def test_an_entry_is_read(tmp_path: Path) -> None:
+    """Files below are refused for other reasons than their faults."""
+    (tmp_path / "costs.json").write_text(kept(ENTRY), "utf-8")
+    assert CostStore(tmp_path / "costs.json").load("a").forwards.measured
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -55,17 +68,15 @@ ENTRY = {
         "[]",
         "null",
         '"costs"',
-        '{"version": 5}',
-        '{"version": 5, "costs": []}',
-        '{"version": 5, "costs": {"a": null}}',
-        json.dumps({"version": 2, "costs": {"a": ENTRY}}),
-        json.dumps({"version": 5, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
-        json.dumps({"version": 5, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
-        json.dumps(
-            {"version": 5, "costs": {"a": ENTRY}}, separators=(",", ":")
-        ).replace("0.1]", "-1]"),
-        json.dumps({"version": 5, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
-        json.dumps({"version": 5, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
+        json.dumps({"version": VERSION}),
+        json.dumps({"version": VERSION, "costs": []}),
+        json.dumps({"version": VERSION, "costs": {"a": None}}),
+        json.dumps({"version": VERSION - 1, "costs": {"a": ENTRY}}),
+        kept({**ENTRY, "forwards": [{}]}),
+        kept({**ENTRY, "corrections": [[1]]}),
+        kept(ENTRY).replace("0.1]", "-1]"),
+        kept(ENTRY).replace("0.1]", "NaN]"),
+        kept(ENTRY).replace("[[1,", "[[2,"),
     ],
 )
 def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
