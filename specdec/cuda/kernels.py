@@ -48,7 +48,9 @@ def last_columns(ends: tuple[int, ...]) -> mx.array:
     the array is longer, and a copy that the device has made.
     """
     ends += ends[-1:] * (_FEWEST_ENDS - len(ends))
-    made = mx.array(ends, mx.int32) + mx.zeros(len(ends), mx.int32)
+    # If nothing held the host's array, the sum would take its memory.
+    by_host = mx.array(ends, mx.int32)
+    made = by_host + mx.zeros(len(ends), mx.int32)
     mx.eval(made)
     return made
 

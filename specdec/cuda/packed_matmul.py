@@ -85,14 +85,16 @@ def product(
 ) -> list[mx.array]:
     """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
 
-    Each sum, bias included, is in float32 and rounded once.
+    Each weight is rounded to x's type, as when the matrix is unpacked. Each sum, bias
+    included, is in float32 and rounded once.
 
     Args:
         x: bfloat16 or float16, like all other arrays except the packed numbers.
         packed: numbers, scales and biases of :func:`mx.quantize`, shapes
             (N, K * bits / 32) and (N, K / group_size).
         ends: the row of ``weight`` after which each stacked matrix ends.
-        pieces: blocks that share K; ``None``: :func:`num_pieces`.
+        pieces: blocks that share K, at most as many as K has turns; ``None``:
+            :func:`num_pieces`.
 
     Returns:
         One array (..., N), or one for each matrix, without gaps between its rows.
@@ -104,6 +106,7 @@ def product(
     warps = WARPS[wide]
     if pieces is None:
         pieces = num_pieces(columns, length, bits)
+    pieces = min(pieces, num_turns(length, bits))
     ends = ends or (columns,)
     shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
@@ -146,9 +149,14 @@ def _by_eights(groups: int) -> bool:
     return groups % 8 == 0
 
 
+def num_turns(length: int, bits: int) -> int:
+    """Turns of a whole row; in one, a warp loads 512 bits of each row."""
+    return -(-length // (512 // bits))
+
+
 def num_pieces(columns: int, length: int, bits: int) -> int:
     """Blocks that share K. They depend on the matrix alone, as a row's sum must."""
-    turns = -(-length // (512 // bits))
+    turns = num_turns(length, bits)
     blocks = -(-columns // BLOCK_COLUMNS)
     return max(1, min(BLOCKS // blocks, turns // 2, MOST_PIECES))
 

@@ -12,8 +12,8 @@ that it has loaded. x is laid out in that order in shared memory.
 """
 
 HEADER = """
-// Of weights, which are read once. No branch may lie between loads, here or elsewhere:
-// what comes after it would wait for what was asked for before.
+// Of weights, which are read once. No branch may lie between these loads: what comes
+// after it would wait for what was asked for before.
 __device__ __forceinline__ void specdec_weights(uint4 (&words)[2][2],
                                                 const unsigned* const (&rows)[2][2],
                                                 int at) {
@@ -82,7 +82,6 @@ def unpacking(bits: int, half: bool) -> str:
 
 SOURCE = """
   constexpr int TURN = 512 / BITS;  // columns of 16 bytes, of four threads
-  // Blocks of 32 columns that are scaled together, and such steps in a turn.
   // Turns are unpacked in steps: eight of a thread's columns, two products.
   constexpr int STEPS = TURN / 32, GROUPS = GROUP < TURN ? TURN / GROUP : 1;
   // Turns of which x is held at a time, and what of it the warps lay out: a unit is
@@ -91,6 +90,7 @@ SOURCE = """
   constexpr int UNITS = TURNS * WIDE * STEPS, OWN = (UNITS + WARPS - 1) / WARPS;
   // Turns whose weights are asked for ahead of their use.
   constexpr int TOGETHER = WIDE == 1 ? 1 : 2, AHEAD = WIDE == 1 ? 2 : 1;
+  static_assert(8 * GROUP >= AHEAD * TURN, "scales would be overwritten too early");
 
   const int K = x_shape[x_ndim - 1], N = weight_shape[0], groups = scales_shape[1];
   int M = 1;
@@ -214,7 +214,8 @@ SOURCE = """
         #pragma unroll
         for (int i = 0; i < 2; ++i) now[t][i] = next[0][t][i];
       const int g = turn * TURN / GROUP;
-      if (EIGHTS && g % 8 == 0 && turn != begin) {
+      // Eight groups are at least AHEAD turns, so only one set of scales is ahead.
+      if (EIGHTS && g % 8 == 0) {
         scales8[0] = scales8_next[0];
         scales8[1] = scales8_next[1];
       }

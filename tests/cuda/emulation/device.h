@@ -195,7 +195,8 @@ inline int __all_sync(unsigned mask, int value, int line = __builtin_LINE()) {
 
 namespace simt {
 
-// fma.rn.bf16x2 or fma.rn.f16x2: a * b + c for both pairs of numbers, rounded once.
+// fma.rn.bf16x2 or fma.rn.f16x2: a * b + c for both pairs of numbers. Rounded to float
+// first, which a GPU does not do: very rarely the last bit is another.
 template <class T>
 uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result = 0;
@@ -204,7 +205,6 @@ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
       return static_cast<float>(
           __builtin_bit_cast(T, static_cast<uint16_t>(pair >> shift)));
     };
-    // A product of two is exact in float.
     const T sum(fmaf(number(a), number(b), number(c)));
     result |= uint32_t{sum.bits} << shift;
   }
