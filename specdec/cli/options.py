@@ -174,7 +174,7 @@ def size(name: str, *, or_none: bool = False, **more: Any) -> Option:
         try:
             return None if value is None else parse_size(value, or_none=or_none)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+            raise click.BadParameter(str(error)) from error
 
     return click.option(name, metavar="SIZE", callback=parsed, **more)
 

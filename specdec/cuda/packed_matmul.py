@@ -106,7 +106,8 @@ def product(
     warps = WARPS[wide]
     if pieces is None:
         pieces = num_pieces(columns, length, bits)
-    pieces = min(pieces, num_turns(length, bits))
+    else:
+        pieces = min(pieces, num_turns(length, bits))
     ends = ends or (columns,)
     shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.

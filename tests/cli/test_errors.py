@@ -87,7 +87,11 @@ MISTAKES = [
     ("run -p Hi --top-p 0.9", 2, "--top-p needs a temperature above 0: at 0 noth"),
     ("run -p Hi --temp hot", 2, "'--temp': 'hot' is not a valid float"),
     ("run -p Hi --seed x", 2, "'--seed': 'x' is not a valid integer"),
-    ("run -p Hi --memory-limit lots", 2, "--memory-limit: 'lots' is not a size: write"),
+    (
+        "run -p Hi --memory-limit lots",
+        2,
+        "'--memory-limit': 'lots' is not a size: write it as 8GB",
+    ),
     (
         "run -p Hi --memory-limit 8",
         2,
