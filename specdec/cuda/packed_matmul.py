@@ -38,17 +38,15 @@ BITS, GROUPS = (4, 8), (32, 64, 128)
 # The most rows of a product that the kernel computes; for more rows the matrix is
 # unpacked, if it has at most MOST_UNPACKED numbers.
 MOST_ROWS, MOST_UNPACKED = 192, 2**27
-# For one row, MLX's kernel, which is compiled already, is faster with fewer than
-# FEWEST_ALONE numbers of 4 bits, and with any number of 8 bits (one H200).
-FEWEST_ALONE = 2**25
 # A tensor core's product takes TILE rows of x. A block takes WIDEST times as many, or
-# TILE where there are no more; each is its own kernel. A block has WARPS warps by this
-# width, each for COLUMNS columns of the result.
-TILE, WIDEST, COLUMNS = 8, 8, 32
-WARPS = {1: 4, WIDEST: 8}
-# Blocks of BLOCK_COLUMNS columns share K until there are BLOCKS of them: two for each
-# of an H200's multiprocessors. A block has at least two turns.
-BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
+# TILE where there are no more; each is its own kernel. A block has at most WARPS warps,
+# each for COLUMNS columns of the result.
+TILE, WIDEST, COLUMNS, WARPS = 8, 8, 32, 8
+# K is split into pieces until there are ALL_WARPS warps: eight for each of an H200's
+# multiprocessors. A piece has at least two turns.
+ALL_WARPS = 1056
+# Threads of a block that adds up the sums of pieces.
+THREADS = 128
 
 
 @cache
@@ -56,7 +54,7 @@ def _kernel(dtype: mx.Dtype, bits: int) -> Any:
     header = text.unpacking(bits, half=dtype == mx.float16)
     return cuda_kernel(
         f"packed_{bits}_{TYPES[dtype]}",
-        text.SOURCE.replace("@WRITE@", WRITE),
+        text.SOURCE.replace("@WRITE@", WRITE).replace("@WARPS@", str(WARPS)),
         ("x", "weight", "scales", "biases", "bias", "ends"),
         ("out",),
         header=tensor_cores(dtype) + header + text.HEADER,
@@ -93,7 +91,7 @@ def product(
         packed: numbers, scales and biases of :func:`mx.quantize`, shapes
             (N, K * bits / 32) and (N, K / group_size).
         ends: the row of ``weight`` after which each stacked matrix ends.
-        pieces: blocks that share K, at most as many as K has turns; ``None``:
+        pieces: of K, at most WARPS, and as many as K has turns; ``None``:
             :func:`num_pieces`.
 
     Returns:
@@ -102,12 +100,14 @@ def product(
     weight, scales, biases = packed
     columns, length = weight.shape[0], x.shape[-1]
     rows = x.size // length
-    wide = 1 if rows <= TILE else WIDEST
-    warps = WARPS[wide]
     if pieces is None:
         pieces = num_pieces(columns, length, bits)
     else:
-        pieces = min(pieces, num_turns(length, bits))
+        pieces = min(pieces, num_turns(length, bits), WARPS)
+    few = rows <= TILE
+    # Of few rows, a block's warps take the pieces; of more, each block has one piece.
+    warps, across, blocks = (pieces, 1, 1) if few else (WARPS, WARPS, pieces)
+    wide = 1 if few else WIDEST
     ends = ends or (columns,)
     shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
@@ -120,20 +120,19 @@ def product(
             ("BITS", bits),
             ("GROUP", group_size),
             ("WIDE", wide),
-            ("WARPS", warps),
             ("EIGHTS", _by_eights(scales.shape[1])),
         ],
         grid=(
-            -(-columns // (COLUMNS * warps)) * 32 * warps,
-            pieces,
+            -(-columns // (COLUMNS * across)) * 32 * warps,
+            blocks,
             -(-rows // (TILE * wide)),
         ),
         threadgroup=(32 * warps, 1, 1),
         # A number of 32 bits takes the place of two.
-        output_shapes=[(pieces, rows, columns, 2) if pieces > 1 else shape],
+        output_shapes=[(blocks, rows, columns, 2) if blocks > 1 else shape],
         output_dtypes=[x.dtype],
     )
-    if pieces > 1:
+    if blocks > 1:
         (out,) = _gathering(x.dtype)(
             inputs=[out, added, limits],
             template=[("T", x.dtype)],
@@ -156,10 +155,9 @@ def num_turns(length: int, bits: int) -> int:
 
 
 def num_pieces(columns: int, length: int, bits: int) -> int:
-    """Blocks that share K. They depend on the matrix alone, as a row's sum must."""
-    turns = num_turns(length, bits)
-    blocks = -(-columns // BLOCK_COLUMNS)
-    return max(1, min(BLOCKS // blocks, turns // 2, MOST_PIECES))
+    """Pieces of K. They depend on the matrix alone, as a row's sum must."""
+    warps = -(-columns // COLUMNS)
+    return max(1, min(ALL_WARPS // warps, num_turns(length, bits) // 2, WARPS))
 
 
 def of_layer(
@@ -255,7 +253,8 @@ def _alone(kind: Kind) -> bool:
 
 
 def _usual_alone(kind: Kind) -> bool:
-    return kind.bits == 4 and kind.columns * kind.length >= FEWEST_ALONE
+    # With 8 bits MLX's kernel, which is compiled already, is about as fast (one H100).
+    return kind.bits == 4
 
 
 def choose(layers: Sequence[Any]) -> None:

@@ -1,14 +1,17 @@
 """The CUDA source of products with packed weights, see :mod:`.packed_matmul`.
 
-A warp computes 32 columns of the result, for 8 * WIDE rows of x; a block's warps have
-their own columns and share the rows of x. gridDim.y blocks split K, in turns of TURN
-columns, and a second kernel adds up their sums: these lie in ``out`` as float32.
+A warp computes 32 columns of the result, for 8 * WIDE rows of x, from a piece of K: a
+number of turns of TURN columns. With WIDE = 1 the warps of a block have the same
+columns and a piece each; they add up their sums in shared memory. Otherwise they have
+their own columns and share the rows of x, and gridDim.y blocks have a piece each: their
+sums lie in ``out`` as float32, and a second kernel adds them up. Both add up pieces in
+the same order, so a row has the same bits with either.
 
 In a tensor core's product (m16n8k16) the 16 are rows of the matrix and the 8 are rows
 of x. A thread loads 16 bytes of a row, and unpacks eight numbers at a time: each weight
 becomes scale * q + bias, rounded to 16 bits, as when a matrix is unpacked. The order of
 k does not matter as long as weights and x agree, so every thread multiplies the columns
-that it has loaded. x is laid out in that order in shared memory.
+that it has loaded, and x is held in that order.
 """
 
 HEADER = """
@@ -22,6 +25,16 @@ __device__ __forceinline__ void specdec_weights(uint4 (&words)[2][2],
     #pragma unroll
     for (int i = 0; i < 2; ++i)
       words[t][i] = __ldcs(reinterpret_cast<const uint4*>(rows[t][i] + at));
+}
+
+// Eight numbers of x in the order in which numbers of so many bits are unpacked.
+template <int BITS>
+__device__ __forceinline__ uint4 specdec_arranged(const uint4& v) {
+  return BITS == 8 ? v
+                   : make_uint4(__byte_perm(v.x, v.z, 0x5410),
+                                __byte_perm(v.x, v.z, 0x7632),
+                                __byte_perm(v.y, v.w, 0x5410),
+                                __byte_perm(v.y, v.w, 0x7632));
 }
 
 // The i-th of eight numbers of 16 bits.
@@ -84,37 +97,40 @@ SOURCE = """
   constexpr int TURN = 512 / BITS;  // columns of 16 bytes, of four threads
   // Turns are unpacked in steps: eight of a thread's columns, two products.
   constexpr int STEPS = TURN / 32, GROUPS = GROUP < TURN ? TURN / GROUP : 1;
-  // Turns of which x is held at a time, and what of it the warps lay out: a unit is
-  // eight rows in the columns of a step.
-  constexpr int TURNS = WIDE == 1 ? 512 / TURN : 1024 / TURN / WIDE;
-  constexpr int UNITS = TURNS * WIDE * STEPS, OWN = (UNITS + WARPS - 1) / WARPS;
   // Turns whose weights are asked for ahead of their use.
   constexpr int TOGETHER = WIDE == 1 ? 1 : 2, AHEAD = WIDE == 1 ? 2 : 1;
   static_assert(8 * GROUP >= AHEAD * TURN, "scales would be overwritten too early");
 
+  constexpr int WARPS = @WARPS@;  // that a block has at most
   const int K = x_shape[x_ndim - 1], N = weight_shape[0], groups = scales_shape[1];
   int M = 1;
   for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int of_eight = lane / 4, part = lane % 4;
+  // Which piece of K is the warp's, of how many; and the block's columns of the result.
+  const int piece = WIDE == 1 ? warp : blockIdx.y;
+  const int pieces = WIDE == 1 ? blockDim.x / 32 : gridDim.y;
+  const int columns = WIDE == 1 ? 32 : blockDim.x;
   const long long turns = (K + TURN - 1) / TURN;
-  const int begin = turns * blockIdx.y / gridDim.y;
-  const int end = turns * (blockIdx.y + 1) / gridDim.y;
-  const int first = (blockIdx.x * WARPS + warp) * 32, top = blockIdx.z * 8 * WIDE;
+  const int begin = turns * piece / pieces, end = turns * (piece + 1) / pieces;
+  const int leftmost = blockIdx.x * columns, top = blockIdx.z * 8 * WIDE;
+  const int first = leftmost + (WIDE == 1 ? 0 : warp * 32);
   const int used = min(WIDE, (M - top + 7) / 8);
   // Where blocks share K, a block's sums.
-  float* const pieces =
+  const bool shared = gridDim.y > 1;
+  float* const parts =
       reinterpret_cast<float*>(out) + static_cast<size_t>(blockIdx.y) * M * N;
   const unsigned short* const numbers = reinterpret_cast<const unsigned short*>(x);
   // Where 16 bytes cannot be loaded at once, each thread computes some of the result.
   if ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight) |
        reinterpret_cast<size_t>(scales) | reinterpret_cast<size_t>(biases)) % 16) {
-    const int columns = min(WARPS * 32, N - static_cast<int>(blockIdx.x) * WARPS * 32);
-    for (int one = threadIdx.x; one < columns * used * 8; one += WARPS * 32) {
-      const int at = blockIdx.x * WARPS * 32 + one % columns, m = top + one / columns;
+    const int from = shared ? begin * TURN : 0, until = shared ? end * TURN : K;
+    const int there = min(columns, N - leftmost);
+    for (int one = threadIdx.x; one < there * used * 8; one += blockDim.x) {
+      const int at = leftmost + one % there, m = top + one / there;
       if (m >= M) break;
       float sum = 0.0f;
-      for (int k = begin * TURN; k < min(end * TURN, K); ++k) {
+      for (int k = from; k < min(until, K); ++k) {
         const size_t word = static_cast<size_t>(at) * (K / 32 * BITS) + k * BITS / 32;
         const unsigned q = weight[word] >> k % (32 / BITS) * BITS & ((1 << BITS) - 1);
         const size_t g = static_cast<size_t>(at) * groups + k / GROUP;
@@ -124,8 +140,8 @@ SOURCE = """
         sum = fmaf(static_cast<float>(x[static_cast<size_t>(m) * K + k]),
                    static_cast<float>(w), sum);
       }
-      if (gridDim.y > 1) {
-        pieces[static_cast<size_t>(m) * N + at] = sum;
+      if (shared) {
+        parts[static_cast<size_t>(m) * N + at] = sum;
         continue;
       }
       @WRITE@
@@ -149,8 +165,6 @@ SOURCE = """
       reinterpret_cast<const unsigned short*>(scales) + scaled;
   const unsigned short* const its_biases =
       reinterpret_cast<const unsigned short*>(biases) + scaled;
-
-  __shared__ uint4 laid[2][UNITS][32];
 
   float sums[2][WIDE][4];
   #pragma unroll
@@ -189,139 +203,188 @@ SOURCE = """
   #pragma unroll
   for (int i = 1; i < AHEAD; ++i) load(min(begin + i, end - 1), i);
 
-  int side = 1;
-  for (int chunk = begin - TURNS; chunk < end; chunk += TURNS, side ^= 1) {
-    // The next turns' x: asked for here, laid out when these are done.
-    uint4 taken[OWN];
+  // Multiplies a turn's weights. of_x(j, step): eight numbers of the thread's row of x,
+  // of the j-th eight rows, in the columns of a step.
+  auto multiply = [&](int turn, auto&& of_x) {
+    uint4 now[2][2];
+    unsigned both[GROUPS];
     #pragma unroll
-    for (int o = 0; o < OWN; ++o) {
-      const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
-      const int turn = chunk + TURNS + unit / STEPS / WIDE, m = top + j * 8 + of_eight;
-      const int from = turn * TURN + own + unit % STEPS * 8;
-      const unsigned short* const at =
-          numbers + static_cast<size_t>(min(m, M - 1)) * K + (from < K ? from : 0);
-      taken[o] = make_uint4(0u, 0u, 0u, 0u);
-      if (unit < UNITS && turn < end && from < K && m < M)
-        taken[o] = __ldg(reinterpret_cast<const uint4*>(at));
+    for (int t = 0; t < 2; ++t)
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) now[t][i] = next[0][t][i];
+    const int g = turn * TURN / GROUP;
+    // Eight groups are at least AHEAD turns, so only one set of scales is ahead.
+    if (EIGHTS && g % 8 == 0) {
+      scales8[0] = scales8_next[0];
+      scales8[1] = scales8_next[1];
     }
-
-    const int until = chunk < begin ? chunk : min(chunk + TURNS, end);
-    for (int turn = chunk; turn < until; ++turn) {
-      uint4 now[2][2];
-      unsigned both[GROUPS];
+    #pragma unroll
+    for (int i = 0; i < GROUPS; ++i)
+      both[i] = !EIGHTS ? both_next[0][i]
+                        : specdec_of_eight(scales8[0], (g + i) % 8) |
+                              specdec_of_eight(scales8[1], (g + i) % 8) << 16;
+    #pragma unroll
+    for (int a = 1; a < AHEAD; ++a) {
       #pragma unroll
       for (int t = 0; t < 2; ++t)
         #pragma unroll
-        for (int i = 0; i < 2; ++i) now[t][i] = next[0][t][i];
-      const int g = turn * TURN / GROUP;
-      // Eight groups are at least AHEAD turns, so only one set of scales is ahead.
-      if (EIGHTS && g % 8 == 0) {
-        scales8[0] = scales8_next[0];
-        scales8[1] = scales8_next[1];
-      }
+        for (int i = 0; i < 2; ++i) next[a - 1][t][i] = next[a][t][i];
       #pragma unroll
-      for (int i = 0; i < GROUPS; ++i)
-        both[i] = !EIGHTS ? both_next[0][i]
-                          : specdec_of_eight(scales8[0], (g + i) % 8) |
-                                specdec_of_eight(scales8[1], (g + i) % 8) << 16;
+      for (int i = 0; i < GROUPS; ++i) both_next[a - 1][i] = both_next[a][i];
+    }
+    load(min(turn + AHEAD, end - 1), AHEAD - 1);
+    // Scale and bias of each of the thread's rows, for its columns: twice each. Of
+    // the rows of four threads, each thread has loaded the scales of one.
+    unsigned scale[2][2], added[2][2];
+    #pragma unroll
+    for (int t = 0; t < 2; ++t)
       #pragma unroll
-      for (int a = 1; a < AHEAD; ++a) {
+      for (int i = 0; i < 2; ++i) {
+        unsigned its = 0;
         #pragma unroll
-        for (int t = 0; t < 2; ++t)
-          #pragma unroll
-          for (int i = 0; i < 2; ++i) next[a - 1][t][i] = next[a][t][i];
-        #pragma unroll
-        for (int i = 0; i < GROUPS; ++i) both_next[a - 1][i] = both_next[a][i];
+        for (int group = 0; group < GROUPS; ++group) {
+          const unsigned given = __shfl_sync(~0u, both[group], t * 2 + i, 4);
+          if (group == 0 || part * GROUPS / 4 == group) its = given;
+        }
+        scale[t][i] = __byte_perm(its, 0u, 0x1010);
+        added[t][i] = __byte_perm(its, 0u, 0x3232);
       }
-      load(min(turn + AHEAD, end - 1), AHEAD - 1);
-      // Scale and bias of each of the thread's rows, for its columns: twice each. Of
-      // the rows of four threads, each thread has loaded the scales of one.
-      unsigned scale[2][2], added[2][2];
+    #pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      unsigned w[2][2][4];
       #pragma unroll
       for (int t = 0; t < 2; ++t)
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          unsigned its = 0;
-          #pragma unroll
-          for (int group = 0; group < GROUPS; ++group) {
-            const unsigned given = __shfl_sync(~0u, both[group], t * 2 + i, 4);
-            if (group == 0 || part * GROUPS / 4 == group) its = given;
+          const uint4 v = now[t][i];
+          unsigned pairs_of[4];
+          if (BITS == 4) {
+            specdec_unpack(step == 0 ? v.x : step == 1 ? v.y : step == 2 ? v.z : v.w,
+                           0u, pairs_of);
+          } else {
+            specdec_unpack(step == 0 ? v.x : v.z, step == 0 ? v.y : v.w, pairs_of);
           }
-          scale[t][i] = __byte_perm(its, 0u, 0x1010);
-          added[t][i] = __byte_perm(its, 0u, 0x3232);
+          #pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            unsigned q = pairs_of[c];
+            if (SPECDEC_LESS != 0)
+              SPECDEC_FMA(q, pairs_of[c], SPECDEC_ONE, SPECDEC_LESS);
+            // PTX's order: the upper eight rows, the lower, then eight columns on.
+            SPECDEC_FMA(w[t][c / 2][c % 2 * 2 + i], q, scale[t][i], added[t][i]);
+          }
         }
+      #pragma unroll
+      for (int some = 0; some < WIDE; some += TOGETHER) {
+        if (WIDE > 1 && some >= used) continue;
+        #pragma unroll
+        for (int j = some; j < some + TOGETHER; ++j) {
+          const uint4 v = of_x(j, step);
+          #pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            const unsigned (&a)[2][4] = w[t];
+            SPECDEC_MMA(sums[t][j], a[0][0], a[0][1], a[0][2], a[0][3], v.x, v.y);
+            SPECDEC_MMA(sums[t][j], a[1][0], a[1][1], a[1][2], a[1][3], v.z, v.w);
+          }
+        }
+      }
+    }
+  };
+
+  if constexpr (WIDE == 1) {
+    // x is loaded as the weights are: few rows stay in the multiprocessor's cache.
+    const int m = top + of_eight;
+    const unsigned short* const its_x =
+        numbers + static_cast<size_t>(min(m, M - 1)) * K;
+    uint4 taken[STEPS];
+    auto take = [&](int turn) {
       #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        unsigned w[2][2][4];
-        #pragma unroll
-        for (int t = 0; t < 2; ++t)
-          #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const uint4 v = now[t][i];
-            unsigned pairs_of[4];
-            if (BITS == 4) {
-              specdec_unpack(step == 0 ? v.x : step == 1 ? v.y : step == 2 ? v.z : v.w,
-                             0u, pairs_of);
-            } else {
-              specdec_unpack(step == 0 ? v.x : v.z, step == 0 ? v.y : v.w, pairs_of);
-            }
-            #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-              unsigned q = pairs_of[c];
-              if (SPECDEC_LESS != 0)
-                SPECDEC_FMA(q, pairs_of[c], SPECDEC_ONE, SPECDEC_LESS);
-              // PTX's order: the upper eight rows, the lower, then eight columns on.
-              SPECDEC_FMA(w[t][c / 2][c % 2 * 2 + i], q, scale[t][i], added[t][i]);
-            }
-          }
-        #pragma unroll
-        for (int some = 0; some < WIDE; some += TOGETHER) {
-          if (WIDE > 1 && some >= used) continue;
-          #pragma unroll
-          for (int j = some; j < some + TOGETHER; ++j) {
-            const int unit = ((turn - chunk) * WIDE + j) * STEPS + step;
-            const uint4 v = laid[side][unit][lane];
-            #pragma unroll
-            for (int t = 0; t < 2; ++t) {
-              const unsigned (&a)[2][4] = w[t];
-              SPECDEC_MMA(sums[t][j], a[0][0], a[0][1], a[0][2], a[0][3], v.x, v.y);
-              SPECDEC_MMA(sums[t][j], a[1][0], a[1][1], a[1][2], a[1][3], v.z, v.w);
-            }
-          }
-        }
+        const int from = turn * TURN + own + step * 8;
+        taken[step] = make_uint4(0u, 0u, 0u, 0u);
+        if (from < K && m < M)
+          taken[step] = __ldg(reinterpret_cast<const uint4*>(its_x + from));
       }
-    }
-
-    #pragma unroll
-    for (int o = 0; o < OWN; ++o) {
-      const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
-      if (unit < UNITS && j < used) {
-        const uint4 v = taken[o];
-        laid[side ^ 1][unit][lane] = BITS == 8 ? v : make_uint4(
-            // in the order of the matrix's pairs
-            __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
-            __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
-      }
-    }
-    __syncthreads();
-  }
-
-  #pragma unroll
-  for (int t = 0; t < 2; ++t)
-    #pragma unroll
-    for (int j = 0; j < WIDE; ++j)
+    };
+    take(begin);
+    for (int turn = begin; turn < end; ++turn) {
+      uint4 held[STEPS];
       #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int at = first + t * 16 + c / 2 * 8 + of_eight;
-        const int m = top + j * 8 + part * 2 + c % 2;
-        if (at >= N || m >= M) continue;
-        float sum = sums[t][j][c];
-        if (gridDim.y > 1) {
-          pieces[static_cast<size_t>(m) * N + at] = sum;
-          continue;
-        }
-        @WRITE@
+      for (int step = 0; step < STEPS; ++step)
+        held[step] = specdec_arranged<BITS>(taken[step]);
+      take(min(turn + 1, end - 1));
+      multiply(turn, [&](int, int step) { return held[step]; });
+    }
+    // The warps' sums are added up in the order of their pieces.
+    __shared__ float found[WARPS][8][32];
+    #pragma unroll
+    for (int t = 0; t < 2; ++t)
+      #pragma unroll
+      for (int c = 0; c < 4; ++c)
+        found[warp][part * 2 + c % 2][t * 16 + c / 2 * 8 + of_eight] = sums[t][0][c];
+    __syncthreads();
+    for (int one = threadIdx.x; one < 8 * 32; one += blockDim.x) {
+      const int at = first + one % 32, m = top + one / 32;
+      if (at >= N || m >= M) continue;
+      float sum = found[0][one / 32][one % 32];
+      for (int i = 1; i < pieces; ++i) sum += found[i][one / 32][one % 32];
+      @WRITE@
+    }
+  } else {
+    // Turns of which x is laid out at a time, and what of it each warp lays out: a unit
+    // is eight rows in the columns of a step.
+    constexpr int TURNS = 1024 / TURN / WIDE;
+    constexpr int UNITS = TURNS * WIDE * STEPS, OWN = (UNITS + WARPS - 1) / WARPS;
+    __shared__ uint4 laid[2][UNITS][32];
+    int side = 1;
+    for (int chunk = begin - TURNS; chunk < end; chunk += TURNS, side ^= 1) {
+      // The next turns' x: asked for here, laid out when these are done.
+      uint4 taken[OWN];
+      #pragma unroll
+      for (int o = 0; o < OWN; ++o) {
+        const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
+        const int turn = chunk + TURNS + unit / STEPS / WIDE;
+        const int m = top + j * 8 + of_eight;
+        const int from = turn * TURN + own + unit % STEPS * 8;
+        const unsigned short* const at =
+            numbers + static_cast<size_t>(min(m, M - 1)) * K + (from < K ? from : 0);
+        taken[o] = make_uint4(0u, 0u, 0u, 0u);
+        if (unit < UNITS && turn < end && from < K && m < M)
+          taken[o] = __ldg(reinterpret_cast<const uint4*>(at));
       }
+
+      const int until = chunk < begin ? chunk : min(chunk + TURNS, end);
+      for (int turn = chunk; turn < until; ++turn) {
+        multiply(turn, [&](int j, int step) {
+          return laid[side][((turn - chunk) * WIDE + j) * STEPS + step][lane];
+        });
+      }
+
+      #pragma unroll
+      for (int o = 0; o < OWN; ++o) {
+        const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
+        if (unit < UNITS && j < used)
+          laid[side ^ 1][unit][lane] = specdec_arranged<BITS>(taken[o]);
+      }
+      __syncthreads();
+    }
+
+    #pragma unroll
+    for (int t = 0; t < 2; ++t)
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j)
+        #pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int at = first + t * 16 + c / 2 * 8 + of_eight;
+          const int m = top + j * 8 + part * 2 + c % 2;
+          if (at >= N || m >= M) continue;
+          float sum = sums[t][j][c];
+          if (shared) {
+            parts[static_cast<size_t>(m) * N + at] = sum;
+            continue;
+          }
+          @WRITE@
+        }
+  }
 """
 
 # Adds up the sums of a product's blocks, in the order of the blocks.
@@ -330,8 +393,8 @@ GATHER = """
   const int count = pieces_shape[0], M = pieces_shape[1], N = pieces_shape[2];
   const int at = blockIdx.x * blockDim.x + threadIdx.x, m = blockIdx.y;
   if (at < N) {
-    float sum = 0.0f;
-    for (int i = 0; i < count; ++i)
+    float sum = sums[static_cast<size_t>(m) * N + at];
+    for (int i = 1; i < count; ++i)
       sum += sums[(static_cast<size_t>(i) * M + m) * N + at];
     @WRITE@
   }

@@ -101,7 +101,7 @@ def test_any_number_of_rows_and_columns(dtype: mx.Dtype, bits: int, group: int) 
 
 @needs_compiler
 def test_long_rows_that_blocks_share() -> None:
-    """What one of the blocks found is left out, or added twice."""
+    """What one of the pieces found is left out, or added twice."""
     assert {packed_matmul.num_pieces(c, 1600, 4) for c in (40, 9000)} == {6, 3}
     for rows, columns in ((2, 40), (12, 300)):
         for bits in BITS:
@@ -205,23 +205,35 @@ def text_of(name: str) -> str:
     return text
 
 
+TEXTS = "SOURCE", "HEADER", "GATHER", "WRITE"
 FAULTS = {
     "half of the products": ("sums[t][j], a[1][0]", "sums[t][j], a[0][0]"),
-    "pairs of other columns": ("__byte_perm(v.x, v.z, 0x5410)", "v.x"),
+    "pairs of other columns": (
+        "make_uint4(__byte_perm(v.x, v.z, 0x5410)",
+        "make_uint4(v.x",
+    ),
     "another step's columns": ("unit % STEPS * 8;", "unit % 2 * 8;"),
     "the first turn's weights again": ("next[a][t][i];", "next[a - 1][t][i];"),
     "the other row's scale": ("t * 2 + i, 4)", "t * 2, 4)"),
     "the scale of another group": ("part * GROUPS / 4 == group", "group < 0"),
     "what was added stays": ("if (SPECDEC_LESS != 0)", "if (false)"),
     "sums of other rows of x": ("part * 2 + c % 2;", "part * 2 + 1 - c % 2;"),
-    "rows beyond x": ("from < K && m < M)", "true)"),
-    "rows of x twice": ("8 * WIDE;\n  const int used", "8;\n  const int used"),
+    "rows beyond x": ("turn < end && from < K && m < M)", "turn < end)"),
+    "columns beyond x, of few rows": ("if (from < K && m < M)", "if (m < M)"),
+    "rows beyond x, of few rows": ("int m = top + of_eight;", "int m = top;"),
+    "the same turn of x, of few rows": ("take(min(turn + 1, end - 1));", ""),
+    "another step of few rows": ("return held[step];", "return held[step ^ 1];"),
+    "pieces left out, of few rows": ("i < pieces; ++i)", "i + 1 < pieces; ++i)"),
+    "a warp's sums in another's place": ("found[warp][part", "found[warp ^ 1][part"),
+    "too soon added up": ("[c];\n    __syncthreads();", "[c];"),
+    "rows of x twice": ("z * 8 * WIDE;", "z * 8;"),
     "too few rows of x": ("(M - top + 7) / 8", "(M - top) / 8"),
     "columns beyond the matrix": ("i * 8 + of_eight, N - 1)", "i * 8 + of_eight, N)"),
-    "a column more": ("if (at >= N ||", "if (at > N ||"),
-    "blocks that begin late": ("begin = turns *", "begin = (turns + 2) *"),
+    "a column more": ("          if (at >= N ||", "          if (at > N ||"),
+    "a column more, of few rows": ("\n      if (at >= N ||", "\n      if (at > N ||"),
+    "blocks that begin late": ("begin = turns * piece", "begin = (turns + 2) * piece"),
     "the wrong side is laid": ("laid[side ^ 1]", "laid[side]"),
-    "too soon read": ("    __syncthreads();\n", ""),
+    "too soon read": ("      __syncthreads();\n", ""),
     "no bias": ("bias_ndim == 1", "bias_ndim == 3"),
     "pieces left out": ("i < count", "i + 1 < count"),
     "scales of the first eight groups": (
@@ -251,13 +263,13 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     old, new = FAULTS[name]
-    (text,) = (each for each in ("SOURCE", "GATHER", "WRITE") if old in text_of(each))
+    (text,) = (each for each in TEXTS if old in text_of(each))
     module = packed_matmul if text == "WRITE" else packed_matmul_source
     plant(monkeypatch, module, text, old, new)
     try:
         right = all(
             agrees(*sizes, bias=True)
-            for sizes in ((1, 37, 704), (75, 33, 704), (5, 9000, 1024))
+            for sizes in ((1, 37, 704), (6, 33, 1600), (75, 33, 704), (5, 9000, 1024))
         )
     except KernelFault:
         return
@@ -313,8 +325,13 @@ def test_products_that_the_kernel_does_not_know_are_mlx_s(
     assert not packed_matmul.computes(layer, x.astype(mx.float32))
     assert not packed_matmul.computes(layer, mx.concatenate([x, x], axis=1))
     assert not packed_matmul.computes(layer, x[:0])
-    # One row is MLX's where that is faster.
-    assert not packed_matmul.computes(layer, x[:1])
+    assert packed_matmul.computes(layer, x[:1])
+    # One row of 8 bits is MLX's, unless that was slower.
+    eight = nn.QuantizedLinear(kind.length, 32, group_size=32, bits=8)
+    eight.set_dtype(mx.float16)
+    assert packed_matmul.tried(eight.eval())
+    assert packed_matmul.computes(eight, x)
+    assert not packed_matmul.computes(eight, x[:1])
     layer.train()
     assert not packed_matmul.computes(layer, x)
     for changed in ({"bits": 3}, {"bits": 6}, {"mode": "mxfp4"}):

@@ -8,7 +8,7 @@ from typing import Any
 from ...utils.kept import KeptEntries, kept_path
 from .costs import Correction, ForwardCosts, Forwards, RoundCosts
 
-VERSION = 6
+VERSION = 7
 # How many pairs of models are remembered; the oldest are forgotten.
 MOST_ENTRIES = 64
 
