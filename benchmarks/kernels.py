@@ -411,7 +411,8 @@ def peer_step(filler: nn.Module, model: nn.Module, b: int, s: int) -> Callable[[
     caches: Any = make_prompt_cache(model)
     if b > 1:
         caches = [BatchKVCache([0] * b) for _ in caches]
-    filler(mx.ones((b, CONTEXT), mx.int32), cache=caches)
+    context = [prompts(1, CONTEXT, 200)[0][i:] + [i] * i for i in range(b)]
+    filler(mx.array(context, mx.int32), cache=caches)
     mx.eval([c.state for c in caches])
     tokens = different_tokens(b, s)
 

@@ -22,11 +22,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from . import packed_matmul, skinny_matmul
 from .attention_patch import usual_attention
-from .expert_matmul import PiecewiseQuantizedSwitchLinear, PiecewiseSwitchLinear
+from .expert_matmul import (
+    PiecewiseQuantizedSwitchLinear,
+    PiecewiseSwitchLinear,
+    UnsortedSwitchGLU,
+)
 from .flattened_matmul import FlattenedEmbedding, FlattenedLinear
 from .modules import as_kind, leaves_of
 from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
@@ -181,6 +185,7 @@ _PLAIN: dict[type, Any] = {
     SkinnyEmbedding: nn.Embedding,
     PiecewiseSwitchLinear: SwitchLinear,
     PiecewiseQuantizedSwitchLinear: QuantizedSwitchLinear,
+    UnsortedSwitchGLU: SwitchGLU,
 }
 
 
@@ -237,7 +242,8 @@ def separated(model: nn.Module) -> nn.Module:
     """A second model with the same arrays and mlx-lm's own layers."""
     twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     usual_attention(twin)
-    for path, layer in leaves_of(twin):
+    modules: list[tuple[str, Any]] = twin.named_modules()
+    for path, layer in modules:
         kind = _PLAIN.get(type(layer))
         if kind is not None:
             alone = as_kind(layer, kind)

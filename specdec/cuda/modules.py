@@ -29,13 +29,14 @@ def change_kinds(
     kinds: Mapping[type, Any],
     suits: Callable[[Any], bool] = lambda layer: True,
 ) -> None:
-    """Give the model's layers of some classes other ones, in place.
+    """Give the model's modules of some classes other ones, in place.
 
     Args:
-        kinds: the class to give, by the exact class that a layer has.
-        suits: whether to change a layer.
+        kinds: the class to give, by the exact class that a module has.
+        suits: whether to change a module.
     """
-    for path, layer in leaves_of(model):
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for path, layer in modules:
         kind = kinds.get(type(layer))
         if kind is not None and suits(layer):
             model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))

@@ -38,6 +38,9 @@ BITS, GROUPS = (4, 8), (32, 64, 128)
 # The most rows of a product that the kernel computes; for more rows the matrix is
 # unpacked, if it has at most MOST_UNPACKED numbers.
 MOST_ROWS, MOST_UNPACKED = 192, 2**27
+# For one row, MLX's kernel, which is compiled already, is faster with fewer than
+# FEWEST_ALONE numbers of 4 bits, and about as fast with 8 bits (one H100).
+FEWEST_ALONE = 2**23
 # A tensor core's product takes TILE rows of x. A block takes WIDEST times as many, or
 # TILE where there are no more; each is its own kernel. A block has at most WARPS warps,
 # each for COLUMNS columns of the result.
@@ -47,18 +50,43 @@ TILE, WIDEST, COLUMNS, WARPS = 8, 8, 32, 8
 ALL_WARPS = 1056
 # Threads of a block that adds up the sums of pieces.
 THREADS = 128
+#: The most pairs of a token and an expert in one product with experts. A block has at
+#: most EXPERT_WARPS warps, since there are many blocks (one H100: 4 take a tenth more
+#: time, 8 a half).
+MOST_PAIRS, EXPERT_WARPS = 8192, 2
 
 
 @cache
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
-    header = text.unpacking(bits, half=dtype == mx.float16)
     return cuda_kernel(
         f"packed_{bits}_{TYPES[dtype]}",
-        text.SOURCE.replace("@WRITE@", WRITE).replace("@WARPS@", str(WARPS)),
+        _source(text.ROWS, WRITE),
         ("x", "weight", "scales", "biases", "bias", "ends"),
         ("out",),
-        header=tensor_cores(dtype) + header + text.HEADER,
+        header=_header(dtype, bits),
     )
+
+
+@cache
+def _expert_kernel(dtype: mx.Dtype, bits: int) -> Any:
+    return cuda_kernel(
+        f"packed_experts_{bits}_{TYPES[dtype]}",
+        _source(text.EXPERT_ROWS, text.EXPERT_WRITE),
+        ("x", "weight", "scales", "biases", "indices"),
+        ("out",),
+        header=_header(dtype, bits),
+    )
+
+
+def _source(rows: str, write: str) -> str:
+    source = text.SOURCE.replace("@ROWS@", rows).replace("@WRITE@", write)
+    source = source.replace("@WARPS@", str(WARPS))
+    return source.replace("@MOST_PAIRS@", str(MOST_PAIRS))
+
+
+def _header(dtype: mx.Dtype, bits: int) -> str:
+    unpacking = text.unpacking(bits, half=dtype == mx.float16)
+    return tensor_cores(dtype) + unpacking + text.HEADER
 
 
 @cache
@@ -144,6 +172,55 @@ def product(
     return parts_of(out, x.shape, ends)
 
 
+def expert_product(
+    x: mx.array,
+    packed: Sequence[mx.array],
+    indices: mx.array,
+    *,
+    bits: int,
+    group_size: int,
+    pieces: int | None = None,
+) -> mx.array:
+    """x (..., 1, K) times the packed matrices (E, N, K), transposed, that indices name.
+
+    Each matrix is read once for every eight of its pairs, in whatever order they come.
+    A pair's sum has the same bits whatever is beside it.
+
+    Args:
+        x: a row for each of the indices, or for each of their rows; as in
+            :func:`product`.
+        packed: numbers, scales and biases of :func:`mx.quantize`, shapes
+            (E, N, K * bits / 32) and (E, N, K / group_size).
+        indices: of matrices, at most MOST_PAIRS, any shape.
+        pieces: of K; ``None``: by the matrices' shape.
+
+    Returns:
+        An array (*indices.shape, 1, N).
+    """
+    weight, scales, biases = packed
+    experts, columns, groups = scales.shape
+    length = groups * group_size
+    if pieces is None:
+        pieces = num_pieces(columns, length, bits)
+    pieces = min(pieces, num_turns(length, bits), EXPERT_WARPS)
+    (out,) = _expert_kernel(x.dtype, bits)(
+        inputs=[x, weight, scales, biases, indices],
+        template=[
+            ("T", x.dtype),
+            ("BITS", bits),
+            ("GROUP", group_size),
+            ("WIDE", 1),
+            ("EIGHTS", _by_eights(groups)),
+        ],
+        grid=(-(-columns // COLUMNS) * 32 * pieces, 1, min(indices.size, experts)),
+        threadgroup=(32 * pieces, 1, 1),
+        output_shapes=[(*indices.shape, 1, columns)],
+        output_dtypes=[x.dtype],
+    )
+    product: mx.array = out
+    return product
+
+
 def _by_eights(groups: int) -> bool:
     """Whether the kernel loads eight scales of a row at once: its own variant."""
     return groups % 8 == 0
@@ -186,6 +263,7 @@ class Form(NamedTuple):
     bits: int
     group_size: int
     eights: bool  # see :func:`_by_eights`
+    experts: bool = False
 
 
 class Kind(NamedTuple):
@@ -196,6 +274,7 @@ class Kind(NamedTuple):
     group_size: int
     columns: int
     length: int
+    experts: bool = False
 
     @classmethod
     def of(cls, layer: Any) -> Kind | None:
@@ -215,13 +294,14 @@ class Kind(NamedTuple):
             )
         ):
             return None
-        columns, groups = scales.shape
-        return cls(scales.dtype, bits, group_size, columns, groups * group_size)
+        *experts, columns, groups = scales.shape
+        sizes = columns, groups * group_size
+        return cls(scales.dtype, bits, group_size, *sizes, experts=bool(experts))
 
     @property
     def form(self) -> Form:
         eights = _by_eights(self.length // self.group_size)
-        return Form(self.dtype, self.bits, self.group_size, eights)
+        return Form(self.dtype, self.bits, self.group_size, eights, self.experts)
 
 
 # Forms for which the kernels were tried, and whether they are right for them. Traced
@@ -246,6 +326,23 @@ def computes(layer: Any, x: mx.array) -> bool:
     )
 
 
+def computes_experts(layer: Any, x: mx.array, indices: mx.array) -> bool:
+    """Whether :func:`expert_product` is to compute x (..., 1, K) times some experts.
+
+    More than MOST_PAIRS pairs have to be computed in pieces.
+    """
+    if layer.training or not indices.size or x.shape[-2] != 1:
+        return False
+    kind, shape = Kind.of(layer), indices.shape
+    return (
+        kind is not None
+        and x.shape[:-2] in (shape, (*shape[:-1], 1))
+        and x.dtype == kind.dtype
+        and x.shape[-1] == kind.length
+        and _proven.get(kind.form, False)
+    )
+
+
 def _alone(kind: Kind) -> bool:
     """Whether one row is left to the kernel."""
     ours = choices.chosen(("packed row", *kind))
@@ -253,8 +350,7 @@ def _alone(kind: Kind) -> bool:
 
 
 def _usual_alone(kind: Kind) -> bool:
-    # With 8 bits MLX's kernel, which is compiled already, is about as fast (one H100).
-    return kind.bits == 4
+    return kind.bits == 4 and kind.columns * kind.length >= FEWEST_ALONE
 
 
 def choose(layers: Sequence[Any]) -> None:
@@ -288,17 +384,20 @@ def choose(layers: Sequence[Any]) -> None:
     choices.choose(("packed row", *kind), [(by_ours, by_theirs)], usual=usual)
 
 
-def proven(dtype: mx.Dtype, bits: int, group_size: int, eights: bool) -> bool:
+def proven(
+    dtype: mx.Dtype, bits: int, group_size: int, eights: bool, experts: bool = False
+) -> bool:
     """Whether the kernels run on this device, and compute what they should.
 
     The first call tries them, and must not be within a function that is traced.
     """
-    form = Form(dtype, bits, group_size, eights)
+    form = Form(dtype, bits, group_size, eights, experts)
     if form not in _proven:
         known = dtype in TYPES and bits in BITS and group_size in GROUPS
         name = f"packed {bits} bits by {group_size} {TYPES.get(dtype)}"
-        name += " in eights" if eights else ""
-        _proven[form] = known and holds(name, partial(_agree, form))
+        name += (" in eights" if eights else "") + (" with experts" if experts else "")
+        agree = _experts_agree if experts else _agree
+        _proven[form] = known and holds(name, partial(agree, form))
     return _proven[form]
 
 
@@ -334,7 +433,7 @@ _SIZES = ((72, 3), (200, 1))
 
 def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
     """Whether a product equals the product with the unpacked numbers."""
-    dtype, bits, group_size, eights = form
+    dtype, bits, group_size, eights, _ = form
     # With one group more, K may end within a turn.
     length = group_size * (24 if eights else 25)
     x, dense, bias = (
@@ -362,3 +461,33 @@ def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
         ).item()
         for found, right in both
     )
+
+
+def _experts_agree(form: Form) -> bool:
+    """Whether the kernel with experts computes what it should.
+
+    With fewer pairs than experts and with more, and with more of one expert than a
+    block multiplies at once; for a row of x for each pair, or for each token.
+    """
+    dtype, bits, group_size, eights, _ = form
+    length, columns, experts = group_size * (24 if eights else 25), 72, 3
+    shapes = ((19, 1, 1, length), (experts, columns, length))
+    x, dense = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+        for i, shape in enumerate(shapes)
+    )
+    packed = mx.quantize(dense, group_size, bits)
+    scales, biases = (p.astype(mx.float32) for p in packed[1:])
+    matrices = mx.dequantize(packed[0], scales, biases, group_size, bits)
+    chosen = mx.random.randint(0, 2, (19, 2), key=mx.random.key(2)).astype(mx.uint32)
+    for tokens, pieces in ((1, 1), (19, 3)):
+        some, own = chosen[:tokens], matrices[chosen[:tokens]].swapaxes(-1, -2)
+        for given in (x[:tokens], mx.concatenate([x[:tokens]] * 2, axis=1)):
+            found = expert_product(
+                given, packed, some, bits=bits, group_size=group_size, pieces=pieces
+            )
+            exact = given.astype(mx.float32) @ own
+            off = mx.abs(found.astype(mx.float32) - exact).max()
+            if not (off <= 0.01 * mx.abs(exact).max()).item():
+                return False
+    return True

@@ -223,7 +223,13 @@ def fit(model: Any) -> None:
     if backend.name == "cpu":
         widen_packed(model)
     if backend.kernels:
-        parts = flattened_matmul, skinny_matmul, attention_patch, gated_delta
+        parts: Any = (
+            flattened_matmul,
+            skinny_matmul,
+            attention_patch,
+            expert_matmul,
+            gated_delta,
+        )
         with kept_proofs():
             warm_up.run([proof for part in parts for proof in part.proofs_of(model)])
             flattened_matmul.flatten_products(model)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
-from specdec.cuda import expert_matmul
+from specdec.cuda import expert_matmul, kernels, packed_matmul
 from specdec.cuda.expert_matmul import take_many_tokens
 from specdec.cuda.fused_linear import separated
 from specdec.models.precision import cast
+from tests.cuda.emulation.cuda import emulated, needs_compiler
 
 EXPERTS, USED = 6, 3
 
@@ -130,6 +132,68 @@ def test_indices_that_all_tokens_share(
     assert sizes == [30, 30, 6]
 
 
+def test_dense_pairs_of_few_are_not_said_to_be_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX's slower product is taken for few pairs, or its faster one for many."""
+    layer = made(packed=False, bias=False)
+    take_many_tokens(layer)
+    said: list[tuple[int, bool]] = []
+    usual: Any = mx.gather_mm
+
+    def gather(*args: Any, rhs_indices: mx.array, sorted_indices: bool) -> mx.array:
+        said.append((rhs_indices.size, sorted_indices))
+        product: mx.array = usual(*args, rhs_indices=rhs_indices)
+        return product
+
+    monkeypatch.setattr(mx, "gather_mm", gather)
+    monkeypatch.setattr(expert_matmul, "FEW_PAIRS", 15)
+    for tokens in (4, 30, 31):
+        layer(*inputs(1, tokens))
+    assert said == [(12, False)] * 3 + [(90, False)] * 3 + [(93, True)] * 3
+
+
+@pytest.fixture
+def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kept = packed_matmul._kernel, packed_matmul._gathering, packed_matmul._expert_kernel
+    monkeypatch.setattr(packed_matmul, "_proven", {})
+    yield from emulated(monkeypatch, *kept, kernels.cuda_kernel)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_experts_are_the_kernel_s(
+    emulation: None, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's pairs, sorted or not, in pieces or whole; MLX's while it trains."""
+    monkeypatch.setattr(packed_matmul, "MOST_PAIRS", 60)
+    layer, twin = made(packed=True, bias=bias), made(packed=True, bias=bias)
+    layer.set_dtype(mx.float16)
+    take_many_tokens(layer.eval())
+    asked: list[int] = []
+    usual = packed_matmul.expert_product
+
+    def counted(
+        x: mx.array, packed: Any, indices: mx.array, **options: Any
+    ) -> mx.array:
+        asked.append(indices.size)
+        return usual(x, packed, indices, **options)
+
+    monkeypatch.setattr(packed_matmul, "expert_product", counted)
+    # From 64 pairs on, mlx-lm sorts them.
+    for tokens, pieces in ((5, [15]), (20, [60]), (22, [60, 6])):
+        asked.clear()
+        x, chosen = inputs(1, tokens)
+        half, chosen = x.astype(mx.float16), chosen.astype(mx.uint32)
+        found, right = layer(half, chosen), twin(x, chosen)
+        assert asked == pieces * 3
+        np.testing.assert_allclose(found.astype(mx.float32), right, atol=0.05)
+    asked.clear()
+    layer.train()
+    layer(half, chosen)
+    assert not asked
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_layers_stay_what_they_were(packed: bool) -> None:
     """A twin with mlx-lm's layers, or an unpacked copy, has unknown layers."""
@@ -143,6 +207,7 @@ def test_the_layers_stay_what_they_were(packed: bool) -> None:
     twin: Any = separated(layer)
     kind = QuantizedSwitchLinear if packed else SwitchLinear
     assert type(twin.experts.up_proj) is kind
+    assert type(twin.experts) is SwitchGLU
     if packed:
         cast(layer, mx.float32)
         assert type(layer.experts.up_proj) is SwitchLinear

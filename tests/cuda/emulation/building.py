@@ -40,7 +40,7 @@ TYPES = {
     mx.float64: "double",
 }
 _MACRO = re.compile(
-    r"^[ \t]*#[ \t]*define[ \t]+SPECDEC_(?:MMA|FMA)\((?:.*\\\n)*.*\n?", re.M
+    r"^[ \t]*#[ \t]*define[ \t]+SPECDEC_(?:MMA|FMA|LOAD)\((?:.*\\\n)*.*\n?", re.M
 )
 _PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.")
 _ELEMENTS = {"bf16": "__nv_bfloat16", "f16": "__half"}

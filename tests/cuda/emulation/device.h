@@ -121,6 +121,8 @@ SIMT_LOAD(__ldca)
 SIMT_LOAD(__ldlu)
 #undef SIMT_LOAD
 
+#define SPECDEC_LOAD(words, at) words = __ldcs(at)
+
 // -- barriers and what a warp does together ------------------------------------
 
 inline void __syncthreads(int line = __builtin_LINE()) {
