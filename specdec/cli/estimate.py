@@ -145,6 +145,9 @@ def estimate(
     show(json_text(found.as_dict(), indent=2) if as_json else found.table())
     if assumed:
         note(f"assumed: {'; '.join(assumed)}")
+    k, asked = found.plan.num_draft_tokens, config.num_draft_tokens
+    if spec is not None and asked not in ("auto", k):
+        note(f"the draft proposes up to {k} tokens in a round, not {asked}")
     if vocabulary is not None:
         shared = share_text(vocabulary.share)
         note(f"the draft has another vocabulary{shared}")

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
-from specdec.config import EngineConfig
+from specdec.config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 
+from ..models.draft_heads import published
 from ..models.folders import write_folder
 from ..models.gguf_files import byte_level, random_model, write_model
 
@@ -141,6 +142,34 @@ def test_sizes_that_are_assumed(tmp_path: Path) -> None:
         given = estimate("--target", str(path), *sizes, *limit)
         assert (given.stdout, given.stderr) == (result.stdout, "")
     assert found == {None: 4096, 1024: 1024, 8192: 4096, 1 << 20: 4096}
+
+
+def test_no_more_draft_tokens_than_a_block_has(tmp_path: Path) -> None:
+    """Rounds counted as wider than any that a block head drafts for."""
+    head = published.dspark_config()
+    block = head["block_size"]
+    assert block < MAX_AUTO_DRAFT_TOKENS
+    sizes = "hidden_size", "vocab_size", "head_dim", "num_attention_heads"
+    target = {**LLAMA_8B, "num_hidden_layers": published.LAYERS}
+    target |= {name: head[name] for name in sizes}
+    target["num_key_value_heads"] = head["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(target))
+    published.write_head(tmp_path / "head", head)
+    base = ("--target", str(tmp_path / "config.json"), "--context", "99")
+
+    def asked(draft: str, *more: str) -> Any:
+        return as_json(*base, "--draft", draft, *more)
+
+    own = str(tmp_path / "head")
+    assert asked(own)["num_draft_tokens"] == block
+    assert asked(own, "--num-draft-tokens", "2")["num_draft_tokens"] == 2
+    # N-grams before a head are not bound to its block.
+    assert asked(f"ngram+{own}")["num_draft_tokens"] == MAX_AUTO_DRAFT_TOKENS
+    wide = estimate(*base, "--draft", own, "--batch", "1", "--num-draft-tokens", "8")
+    assert f", {block} draft tokens\n" in wide.stdout
+    assert wide.stderr == (
+        f"specdec: note: the draft proposes up to {block} tokens in a round, not 8\n"
+    )
 
 
 def test_tokens_in_thousands(config: str) -> None:
