@@ -25,7 +25,7 @@ from .engine.build import (
 )
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
-from .engine.led import LeadingSession, announce, follow
+from .engine.led import LeadingSession, announce, follow, reason_of
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.rehearsal import Rehearsal
@@ -205,6 +205,14 @@ class SpecDecoder:
         The draft sets this limit; :attr:`max_draft_tokens` never exceeds it.
         """
         return None if self._drafter is None else self._drafter.max_proposals
+
+    @property
+    def draft_length_reason(self) -> str | None:
+        """What ``auto`` chose in most rounds so far, and why, in one line.
+
+        ``None`` for a fixed number of draft tokens, and before the first round.
+        """
+        return reason_of(self._length)
 
     def measure_forwards(self, num_rows: int) -> Forwards:
         """Time a plain step, a draft step and verify forwards of ``num_rows`` rows.

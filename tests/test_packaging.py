@@ -45,6 +45,19 @@ def test_the_lock_is_names_and_versions() -> None:
     assert "--constraint" in (ROOT / "scripts" / "lib.sh").read_text("utf-8")
 
 
+def test_the_page_names_what_the_demo_installs() -> None:
+    """An extra that a user gets without having read of it."""
+    script = (ROOT / "scripts" / "lib.sh").read_text("utf-8")
+    found = re.search(r'extras="\$\{backend:\+\$backend,\}([\w,]+)', script)
+    assert found is not None
+    backends = re.findall(r"echo (cpu|cuda\d+)", script)
+    assert len(backends) == 3
+    page = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
+    beginning = page.partition("## Install")[0]
+    for extra in (*found[1].split(","), *backends):
+        assert f"`{extra}`" in beginning, extra
+
+
 def test_messages_name_extras_that_there_are() -> None:
     """A package by itself comes in a version that may not fit; an extra is bounded."""
     # A package that is installed without its dependencies, and one that has prompts.

@@ -14,7 +14,7 @@ from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
-from ..utils.printable import counted
+from ..utils.printable import counted, shorten
 from ..utils.tables import text_table
 from . import options
 from .output import note_products, places_named, share_text, show
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # How often the prompts are resampled, to see how the verdict depends on them.
 _DRAWS = 200
-_FEW_PROMPTS = 5
+_FEW_PROMPTS, _FEW_ROUNDS = 5, 50
 # Share of the draws that must agree with a verdict for it to be called sure.
 _SURE = 0.9
 
@@ -125,19 +125,23 @@ def advise(
             "draft": decoder.draft_name,
             "vocabulary_share": stats.vocabulary_share,
             "prompts": len(records),
+            "prompts_file": file,
             "rounds": stats.row_rounds,
             "machine": describe(),
             **asdict(found),
             "verdict": found.verdict,
             "worth_it": found.worth_it,
             **asdict(sure),
+            "sure": sure.sure,
         }
         show(json_text(record, indent=2))
         return
+    source = "standard input" if file == "-" else file
     show(
         f"target: {short(decoder.target_name)}\n"
         f"draft:  {decoder.draft_name}{share_text(stats.vocabulary_share)}\n"
-        f"{counted(len(records), 'prompt')}, {stats.row_rounds} rounds of up to "
+        f"{counted(len(records), 'prompt')} of {shorten(source)}, "
+        f"{counted(stats.row_rounds, 'round')} of up to "
         f"{counted(decoder.max_draft_tokens, 'draft token')}\n"
     )
     show(_table(found))
@@ -154,24 +158,39 @@ class _Sureness:
             drafts.
         same_verdict: share of the draws that give the same verdict.
         num_prompts: number of prompts in each draw.
+        num_rounds: number of rounds that were measured.
     """
 
     speedup_range: tuple[float, float]
     same_verdict: float
     num_prompts: int
+    num_rounds: int
 
     @property
     def sure(self) -> bool:
         """Whether other prompts would hardly change the verdict."""
-        return self.num_prompts >= _FEW_PROMPTS and self.same_verdict >= _SURE
+        low, high = self.speedup_range
+        # With both a gain and a loss among the likely ratios, neither is known.
+        one_side = low > 1 or high < 1
+        return not self._too_few and one_side and self.same_verdict >= _SURE
+
+    @property
+    def _too_few(self) -> str:
+        """What is missing to say how sure the verdict is; empty if nothing is."""
+        if self.num_prompts < _FEW_PROMPTS:
+            return f"give {_FEW_PROMPTS} prompts or more"
+        if self.num_rounds < _FEW_ROUNDS:
+            return (
+                f"{counted(self.num_rounds, 'round')} of {_FEW_ROUNDS}: raise "
+                "--num-prompts or --max-tokens"
+            )
+        return ""
 
     @property
     def words(self) -> str:
         """The same in one line."""
-        if self.num_prompts < _FEW_PROMPTS:
-            return (
-                f"too few to say how sure that is: give {_FEW_PROMPTS} prompts or more"
-            )
+        if self._too_few:
+            return f"too few to say how sure that is: {self._too_few}"
         low, high = self.speedup_range
         share = f"{self.same_verdict:.0%}"
         how = "sure" if self.sure else "unsure: give more prompts"
@@ -218,7 +237,8 @@ def _advice(
     speedups = sorted(each.predictions[n].speedup[k] for each in drawn)
     low, high = speedups[_DRAWS // 20], speedups[-1 - _DRAWS // 20]
     same = sum(each.worth_it == found.worth_it for each in drawn) / _DRAWS
-    return found, _Sureness((low, high), same, len(results))
+    rounds = sum(result.rounds for result in results)
+    return found, _Sureness((low, high), same, len(results), rounds)
 
 
 def _table(found: Advice) -> str:

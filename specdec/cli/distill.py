@@ -46,7 +46,8 @@ def _minutes(name: str, text: str) -> options.Option:
 )
 @options.positive(
     "--block-size",
-    help="Block size of a block head, the newest committed token included.",
+    help="Slots of a block head's block. DSpark proposes up to N tokens, DFlash up to "
+    "N - 1.",
     default=8,
     low=2,
 )

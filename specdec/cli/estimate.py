@@ -86,6 +86,13 @@ def estimate(
         revision=loading.get("revision"),
     )
     own_context = context_length(target_outline.config)
+    if own_context is not None and context is not None and context > own_context:
+        # A run refuses longer prompts and ends rows there: such rows never exist.
+        raise click.BadParameter(
+            f"{context} is longer than the target's context of {own_context} tokens: "
+            f"give {own_context} or fewer",
+            param_hint="'--context'",
+        )
     assumed = []
     if not options.is_given("batch_size"):
         assumed.append(f"--batch {config.batch_size}, as in specdec run")
@@ -138,13 +145,11 @@ def estimate(
     show(json_text(found.as_dict(), indent=2) if as_json else found.table())
     if assumed:
         note(f"assumed: {'; '.join(assumed)}")
+    k, asked = found.plan.num_draft_tokens, config.num_draft_tokens
+    if spec is not None and asked not in ("auto", k):
+        note(f"the draft proposes up to {k} tokens in a round, not {asked}")
     if vocabulary is not None:
         shared = share_text(vocabulary.share)
         note(f"the draft has another vocabulary{shared}")
-    if own_context is not None and context > own_context:
-        note(
-            f"the target's context is {own_context} tokens: a run refuses longer "
-            f"prompts and ends rows there, so {context} are never held"
-        )
     if found.fits is False:
         sys.exit(FAILURE)

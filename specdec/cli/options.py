@@ -334,8 +334,10 @@ def num_draft_tokens(text: str, *, low: int) -> Option:
             number = int(value)
         except ValueError:
             number = low - 1
-        if number < low:
-            raise click.BadParameter(f"{value!r} is not auto, nor a number from {low}")
+        if not low <= number <= MOST_TOKENS:
+            raise click.BadParameter(
+                f"{value!r} is not auto, nor a whole number from {low} to {MOST_TOKENS}"
+            )
         return number
 
     return click.option(

@@ -316,7 +316,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         message = (
             _unknown(error)
             if isinstance(error, click.NoSuchOption)
-            else error.format_message() + _stray(error)
+            else _with_range(error) + _stray(error)
         )
         return f"{message} (see: {command} --help)", USAGE
     if isinstance(error, click.ClickException):
@@ -343,6 +343,29 @@ def _describe(error: Exception) -> tuple[str, int]:
         f"(set {DEBUG}=1 to see where it comes from)",
         FAILURE,
     )
+
+
+def _with_range(error: click.UsageError) -> str:
+    """The error's message; for a wrong number, with the accepted ones in words.
+
+    click writes ``x>=0`` for a range, and ``not a valid float range`` for a word.
+    """
+    message = error.format_message()
+    kind = getattr(getattr(error, "param", None), "type", None)
+    if isinstance(kind, click.types.IntParamType):
+        numbers = "a whole number"
+    elif isinstance(kind, click.types.FloatParamType):
+        numbers = "a number"
+    else:
+        return message
+    low, high = getattr(kind, "min", None), getattr(kind, "max", None)
+    if high is not None:
+        numbers += f" from {low} to {high}"
+    elif low is not None:
+        above = getattr(kind, "min_open", False)
+        numbers += f" above {low}" if above else f", {low} or more"
+    wrong = r" is not (?:in the range .*|a valid (?:integer|float).*)$"
+    return re.sub(wrong, f" is not {numbers}", message)
 
 
 def _stray(error: click.UsageError) -> str:

@@ -485,6 +485,11 @@ class _Here:
         """Totals so far."""
         return self._decoder.stats
 
+    @property
+    def draft_length_reason(self) -> str | None:
+        """What ``auto`` chose in most rounds, and why."""
+        return self._decoder.draft_length_reason
+
     def events(
         self,
         indices: Sequence[int],
@@ -578,6 +583,8 @@ def _summary(
     # What an interrupt cuts off has no counts of its draft.
     elif draft and automatic and stats.row_rounds and not failed:
         lines["acceptance"] = "nothing was drafted: it is not worth it here"
+    if isinstance(job, _Here) and job.draft_length_reason:
+        lines["auto"] = job.draft_length_reason
     if config.kv_bits is not None:
         lines["KV cache"] = f"{config.kv_bits} bits"
     if seeds := [str(params.seed) for params in requests if params.draws]:

@@ -45,7 +45,7 @@ class Preflight:
         raise MemoryLimitError(
             f"the models need {format_size(needed)} ({format_size(weights)} of "
             f"weights{share}) and the memory limit is {format_size(self.limit)}: take "
-            f"models of fewer bits, {way}or raise --memory-limit (memory_limit)"
+            f"models of fewer bits, {way}or raise --memory-limit"
         )
 
     def check(self, prompt_tokens: int, params: SamplingParams) -> None:

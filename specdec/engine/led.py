@@ -22,7 +22,12 @@ from ..outputs import StreamEvent
 from ..parallel import Follower, Leader, Ranks
 from ..prompts import EncodedPrompt
 from ..sampling_params import SamplingParams
-from ..spec_decode.draft_length import BatchState, DraftLength, RoundTiming
+from ..spec_decode.draft_length import (
+    BatchState,
+    DraftLength,
+    GoodputPolicy,
+    RoundTiming,
+)
 from .session import Bounds, Session
 
 #: For each request that emitted something: its index, how many tokens it had before,
@@ -45,6 +50,11 @@ class LedLength:
         """The largest k that the policy ever chooses."""
         return self._length.max_draft_tokens
 
+    @property
+    def reason(self) -> str | None:
+        """Rank 0's reason, which alone observes rounds."""
+        return reason_of(self._length)
+
     def prepare(self, num_rows: int) -> None:
         """Measure on all ranks, since the timed forwards have collectives."""
         self._length.prepare(num_rows)
@@ -61,6 +71,11 @@ class LedLength:
         """Learn from a round that was read, on rank 0."""
         if self._ranks.leads:
             self._length.observe(timing)
+
+
+def reason_of(length: DraftLength) -> str | None:
+    """What ``auto`` chose, and why; ``None`` for a fixed k or before any round."""
+    return length.reason if isinstance(length, GoodputPolicy | LedLength) else None
 
 
 class _Commits:

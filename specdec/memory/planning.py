@@ -73,6 +73,9 @@ def plan_memory(
     if drafts is None:
         drafts = draft is not None
     k = config.max_draft_tokens if drafts else 0
+    # N-grams before a head propose more than its block has.
+    if draft is not None and isinstance(draft.model, BlockHead) and not lookup_bytes:
+        k = min(k, draft.model.args.max_draft_tokens)
     described = [
         geometry_of(each.model, each.config, each.name, options, each.loading_bytes)
         for each in (target, draft)

@@ -16,7 +16,7 @@ from ..models import (
     load_draft,
     map_vocabulary,
 )
-from ..models.draft_heads import DraftHead
+from ..models.draft_heads import BlockHead, DraftHead
 from ..models.runner import ModelRunner
 from .chain import ChainDrafter
 from .draft_model import DraftModel
@@ -133,6 +133,10 @@ class NamedDrafter:
                 "max_draft_tokens": context.max_draft_tokens,
                 "context_length": context_length(self.model.config),
             }
+            if isinstance(self.model.model, BlockHead) and self.ngram is None:
+                # No round is wider than the block; the memory plan counts on that.
+                most = self.model.model.args.max_draft_tokens
+                settings["max_draft_tokens"] = min(context.max_draft_tokens, most)
             runner = context.runner(self.model)
             if isinstance(self.model.model, DraftHead):
                 found.append(HeadDrafter(runner, **settings))

@@ -75,6 +75,7 @@ class FakeDecoder:
         default_factory=lambda: SimpleNamespace(ranks=None, in_float32=False)
     )
     draft_name: str | None = None
+    draft_length_reason: str | None = None
 
     @property
     def max_draft_tokens(self) -> int:

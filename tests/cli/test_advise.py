@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def test_json(advised: Callable[..., str]) -> None:
         assert len(prediction["speedup"]) == len(prediction["verify"]) == 9
         assert prediction["draft_step"] > 0
     assert found["prompts"] == 3
+    assert found["prompts_file"].endswith("prompts.txt")
+    assert found["sure"] is False, "three prompts are too few"
     assert found["verdict"].startswith(("--num-draft", "this pair")) is True
 
 
@@ -89,7 +92,8 @@ def test_text(
     for name in ("LINE_SECONDS", "_LEFT_SECONDS"):
         monkeypatch.setattr(f"specdec.cli.progress.{name}", 0.0)
     text = advised("--batch", "1", "--max-tokens", "12", "--num-prompts", "2")
-    assert "2 prompts, " in text
+    # Numbers without the prompts that they depend on mislead.
+    assert re.search(r"\n2 prompts of \S*prompts\.txt, \d+ rounds of", text)
     assert " rounds of up to 4 draft tokens\n" in text
     assert "predicted speed-up" in text
     note, first, *lines = capsys.readouterr().err.splitlines()
@@ -134,3 +138,14 @@ def test_how_sure_a_verdict_is() -> None:
     found, against = _advice([result(50, 5), result(50, 9)] * 6, costs, [1], 8)
     assert not found.worth_it
     assert against.speedup_range[1] < 1, "that of drafting, not of leaving it out"
+    # A verdict on which all sets agree, from too few rounds.
+    found, few = _advice([result(4, 3)] * 10, costs, [1], 8)
+    assert found.worth_it
+    assert few.same_verdict == 1
+    assert not few.sure
+    assert "too few to say how sure that is: 40 rounds of 50" in few.words
+    # Nine of ten sets agree that it hardly pays; some would lose by it.
+    around = replace(unsure, speedup_range=(0.96, 1.1), same_verdict=0.95)
+    assert not around.sure
+    assert "(unsure: give more prompts)" in around.words
+    assert replace(around, speedup_range=(1.01, 1.1)).sure

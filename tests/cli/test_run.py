@@ -436,6 +436,15 @@ def test_summary_on_stderr(specdec: Specdec, arguments: list[str], length: str) 
     ]
 
 
+def test_summary_says_what_auto_decided_on(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    decoder.draft_length_reason = "4 draft tokens in 90% of the rounds"
+    stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
+    line = f"auto:        {decoder.draft_length_reason}"
+    assert line in without_notes(stderr)
+
+
 def test_progress_until_there_is_a_rate(
     specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,9 @@ def test_models_that_leave_no_room_are_refused() -> None:
     preflight(11 * MIB).check_models()
     with pytest.raises(MemoryLimitError) as raised:
         preflight(10 * MIB).check_models()
-    assert "10.5 MB of weights) and the memory limit is 10.5 MB" in str(raised.value)
+    message = str(raised.value)
+    assert "10.5 MB of weights) and the memory limit is 10.5 MB" in message
+    assert message.endswith(" or raise --memory-limit"), "a word that is no option"
 
 
 def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:

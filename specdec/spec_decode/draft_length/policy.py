@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+from ...utils.printable import counted
 from .acceptance import Acceptance, RowFactors, tokens_per_round
 from .base import BatchState, RoundTiming
 from .costs import Forwards, RoundCosts
@@ -88,6 +90,39 @@ class GoodputPolicy:
         self._rates_known: dict[int, float] = {}
         self._best = 0
         self._run = (0, LONGEST, TIMED)
+        # For `reason`, by (rows, k): how many rounds there were, and the rates by which
+        # the newest of them was chosen.
+        self._chosen: Counter[tuple[int, int]] = Counter()
+        self._because: dict[tuple[int, int], dict[int, float]] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """The commonest choice so far, with the cost and the tokens that led to it.
+
+        ``None`` before the first round.
+        """
+        chosen = dict(self._chosen)  # rounds may go on in another thread
+        if not chosen:
+            return None
+        num_rows, k = max(chosen, key=lambda key: chosen[key])
+        share = chosen[num_rows, k] / sum(chosen.values())
+        said = (
+            f"{counted(k, 'draft token') if k else 'no draft'} in {share:.0%} of the "
+            "rounds"
+        )
+        rates = self._because.get((num_rows, k))
+        if rates is None:
+            return said
+        best = k or max((k for k in rates if k), key=lambda k: rates[k])
+        such = "such a round takes"
+        if not k:
+            such = f"a round of {counted(best, 'draft token')} would take"
+        cost = self.costs.relative(num_rows, best)
+        known = self.acceptance.measured or any(k for _, k in chosen)
+        return (
+            f"{said}; with {counted(num_rows, 'row')} {such} {cost:.2f} plain steps "
+            f"for {cost * rates[best]:.2f} tokens of a row" + " (assumed)" * (not known)
+        )
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known are near enough."""
@@ -231,6 +266,9 @@ class GoodputPolicy:
         fair = timing.fair and once <= NOTICED
         learnt = self.costs.observe(num_rows, k, timing.seconds if fair else None)
         if not timing.forced:
+            self._chosen[num_rows, k] += 1
+            if (k or 1) in self._rates_known:
+                self._because[num_rows, k] = self._rates_known
             self._charge(timing, once)
             _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
             self._run = k, run + 1, timed + learnt
