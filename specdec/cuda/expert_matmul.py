@@ -137,7 +137,11 @@ def take_many_tokens(model: nn.Module) -> None:
     for layer in _packed(model):
         packed_matmul.tried(layer)
     change_kinds(model, _PIECEWISE)
-    change_kinds(model, {SwitchGLU: UnsortedSwitchGLU})
+    change_kinds(
+        model,
+        {SwitchGLU: UnsortedSwitchGLU},
+        lambda mlp: isinstance(mlp.up_proj, PiecewiseQuantizedSwitchLinear),
+    )
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:

@@ -41,6 +41,9 @@ MOST_ROWS, MOST_UNPACKED = 192, 2**27
 # For one row, MLX's kernel, which is compiled already, is faster with fewer than
 # FEWEST_ALONE numbers of 4 bits, and about as fast with 8 bits (one H100).
 FEWEST_ALONE = 2**23
+# On Hopper, MLX takes that kernel only if no side of the matrix is longer (its
+# quantized.cpp). Otherwise it compiles another one, for half a minute.
+LONGEST_ALONE = 16384
 # A tensor core's product takes TILE rows of x. A block takes WIDEST times as many, or
 # TILE where there are no more; each is its own kernel. A block has at most WARPS warps,
 # each for COLUMNS columns of the result.
@@ -350,6 +353,8 @@ def _alone(kind: Kind) -> bool:
 
 
 def _usual_alone(kind: Kind) -> bool:
+    if max(kind.columns, kind.length) > LONGEST_ALONE:
+        return True
     return kind.bits == 4 and kind.columns * kind.length >= FEWEST_ALONE
 
 
@@ -359,7 +364,11 @@ def choose(layers: Sequence[Any]) -> None:
     MLX's product is not timed for more rows: compiling its kernel takes half a minute.
     """
     kind = Kind.of(layers[0])
-    if kind is None or not _proven.get(kind.form, False):
+    if (
+        kind is None
+        or max(kind.columns, kind.length) > LONGEST_ALONE
+        or not _proven.get(kind.form, False)
+    ):
         return
     some, x = layers[: choices.MATRICES], mx.ones((1, kind.length), kind.dtype)
 

@@ -146,6 +146,19 @@ def test_one_row_of_packed_weights_is_chosen_for(
     assert packed_matmul.computes(layer, two)
 
 
+def test_mlx_is_not_timed_where_it_compiles_another_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A load, or the first round, compiles MLX's kernel for half a minute."""
+    form = packed_matmul.Form(BF16, 4, 64, eights=False)
+    monkeypatch.setattr(packed_matmul, "_proven", {form: True})
+    layer = packed(16384 + 64, 64, 4)
+    packed_matmul.choose([layer])
+    assert not choices._ours
+    assert packed_matmul.computes(layer, mx.zeros((1, 64), BF16))
+    assert not packed_matmul.computes(packed(16384, 64, 4), mx.zeros((1, 64), BF16))
+
+
 def test_a_models_matrices_are_timed_as_they_are_used(
     tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

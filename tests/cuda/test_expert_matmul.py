@@ -208,6 +208,8 @@ def test_the_layers_stay_what_they_were(packed: bool) -> None:
     kind = QuantizedSwitchLinear if packed else SwitchLinear
     assert type(twin.experts.up_proj) is kind
     assert type(twin.experts) is SwitchGLU
+    assert (type(layer.experts) is SwitchGLU) is not packed
+    assert layer(*inputs(2, 20)).shape == (2, 20, USED, 64)
     if packed:
         cast(layer, mx.float32)
         assert type(layer.experts.up_proj) is SwitchLinear
