@@ -114,7 +114,10 @@ class UnsortedSwitchGLU(SwitchGLU):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         each = mx.expand_dims(x, (-2, -3))
-        ours = packed_matmul.computes_experts(self.up_proj, each, indices)
+        # Layers may have been unpacked since, or wrapped by an adapter.
+        ours = isinstance(
+            self.up_proj, PiecewiseQuantizedSwitchLinear
+        ) and packed_matmul.computes_experts(self.up_proj, each, indices)
         if not ours or indices.size > packed_matmul.MOST_PAIRS:
             sorting: mx.array = super().__call__(x, indices)
             return sorting

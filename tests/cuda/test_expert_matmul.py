@@ -213,3 +213,4 @@ def test_the_layers_stay_what_they_were(packed: bool) -> None:
     if packed:
         cast(layer, mx.float32)
         assert type(layer.experts.up_proj) is SwitchLinear
+        assert layer(*inputs(2, 20)).shape == (2, 20, USED, 64)

@@ -318,8 +318,8 @@ def _gpu_finding(figures: Figures) -> list[str]:
 #: Numbers of jobs-smollm2-h100 in benchmarks/results; a test compares them.
 ON_A_GPU = (
     "With few rows, a GPU verifies several tokens in hardly more time than one: on one "
-    "H100 `auto` with this draft was 1.93, 1.91 and 1.81 times as fast as no draft at "
-    "batch 1, 8 and 32 (jobs of 12, 64 and 64 prompts, two passes each)."
+    "H100 `auto` with this draft was 2.16, 2.07 and 1.71 times as fast as no draft at "
+    "batch 1, 8 and 32 (jobs of 12, 64 and 64 prompts, three passes each)."
 )
 
 

@@ -278,4 +278,6 @@ def test_what_is_said_of_a_gpu_was_measured() -> None:
     said = [f"{median(f.ratios(figures.plain(f))):.2f}" for f in autos]
     assert f"{said[0]}, {said[1]} and {said[2]} times as fast as no draft" in ON_A_GPU
     jobs = [len(f.first.requests) for f in autos]
-    assert f"jobs of {jobs[0]}, {jobs[1]} and {jobs[2]} prompts, two passes" in ON_A_GPU
+    assert (
+        f"jobs of {jobs[0]}, {jobs[1]} and {jobs[2]} prompts, three passes" in ON_A_GPU
+    )
