@@ -1,4 +1,4 @@
-"""Products with experts that read each expert once, for any number of tokens.
+"""Products with experts that read each expert few times, for any number of tokens.
 
 MLX's product with packed experts reads an expert for each of its tokens. The kernel of
 :mod:`.packed_matmul` reads it once for eight of them. For dense experts, MLX's product
@@ -29,6 +29,8 @@ MOST_PAIRS = 65535
 #: Dense experts: the most pairs for each expert for which MLX is not told that they are
 #: sorted (one H100, 128 experts of 768: a third of the time at 2, as long at 9).
 FEW_PAIRS = 8
+# Bytes of the largest expert's matrix that neighbours may share in the device's cache.
+LARGEST_SHARED = 2**24
 
 
 class _Pieces:
@@ -45,8 +47,10 @@ class _Pieces:
         most = self._most_pairs(x, indices)
         if prod(shape) <= most:
             return self._compute(x, indices, sorted_indices)
-        rows = shape[0]
-        rows_per_piece = max(1, most // prod(shape[1:]))
+        rows, each = shape[0], prod(shape[1:])
+        if each > most:  # such a piece is MLX's
+            most = MOST_PAIRS
+        rows_per_piece = max(1, most // each)
 
         def piece(array: mx.array, dimensions: int, begin: int) -> mx.array:
             if dimensions < len(shape) or array.shape[0] != rows:
@@ -83,12 +87,23 @@ class PiecewiseSwitchLinear(_Pieces, SwitchLinear):
     def _compute(
         self, x: mx.array, indices: mx.array, sorted_indices: bool
     ) -> mx.array:
-        few = indices.size <= FEW_PAIRS * self.num_experts
+        experts, weight = self.num_experts, self["weight"]
+        few = indices.size <= FEW_PAIRS * experts
+        few = few and weight.nbytes <= LARGEST_SHARED * experts
         return super()._compute(x, indices, sorted_indices and not few)
 
 
 class PiecewiseQuantizedSwitchLinear(_Pieces, QuantizedSwitchLinear):
     """Packed experts."""
+
+    def __call__(
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        # What all tokens share is written out, so that one token is computed as many.
+        shape = mx.broadcast_shapes(x.shape[:-2], indices.shape)
+        if indices.shape != shape:
+            indices = mx.broadcast_to(indices, shape)
+        return super().__call__(x, indices, sorted_indices)
 
     def _most_pairs(self, x: mx.array, indices: mx.array) -> int:
         ours = packed_matmul.computes_experts(self, x, indices)
@@ -115,9 +130,12 @@ class UnsortedSwitchGLU(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         each = mx.expand_dims(x, (-2, -3))
         # Layers may have been unpacked since, or wrapped by an adapter.
-        ours = isinstance(
-            self.up_proj, PiecewiseQuantizedSwitchLinear
-        ) and packed_matmul.computes_experts(self.up_proj, each, indices)
+        ours = all(
+            isinstance(layer, PiecewiseQuantizedSwitchLinear)
+            and packed_matmul.known(layer)
+            for layer in (self.up_proj, self.gate_proj, self.down_proj)
+        )
+        ours = ours and packed_matmul.computes_experts(self.up_proj, each, indices)
         if not ours or indices.size > packed_matmul.MOST_PAIRS:
             sorting: mx.array = super().__call__(x, indices)
             return sorting

@@ -63,7 +63,7 @@ MOST_PAIRS, EXPERT_WARPS = 8192, 2
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
     return cuda_kernel(
         f"packed_{bits}_{TYPES[dtype]}",
-        _source(text.ROWS, WRITE),
+        _source(text.ROWS, WRITE, WARPS),
         ("x", "weight", "scales", "biases", "bias", "ends"),
         ("out",),
         header=_header(dtype, bits),
@@ -74,16 +74,16 @@ def _kernel(dtype: mx.Dtype, bits: int) -> Any:
 def _expert_kernel(dtype: mx.Dtype, bits: int) -> Any:
     return cuda_kernel(
         f"packed_experts_{bits}_{TYPES[dtype]}",
-        _source(text.EXPERT_ROWS, text.EXPERT_WRITE),
+        _source(text.EXPERT_ROWS, text.EXPERT_WRITE, EXPERT_WARPS),
         ("x", "weight", "scales", "biases", "indices"),
         ("out",),
         header=_header(dtype, bits),
     )
 
 
-def _source(rows: str, write: str) -> str:
+def _source(rows: str, write: str, warps: int) -> str:
     source = text.SOURCE.replace("@ROWS@", rows).replace("@WRITE@", write)
-    source = source.replace("@WARPS@", str(WARPS))
+    source = source.replace("@WARPS@", str(warps))
     return source.replace("@MOST_PAIRS@", str(MOST_PAIRS))
 
 
@@ -194,12 +194,14 @@ def expert_product(
             :func:`product`.
         packed: numbers, scales and biases of :func:`mx.quantize`, shapes
             (E, N, K * bits / 32) and (E, N, K / group_size).
-        indices: of matrices, at most MOST_PAIRS, any shape.
+        indices: of matrices that exist, at most MOST_PAIRS, one dimension or more.
         pieces: of K; ``None``: by the matrices' shape.
 
     Returns:
         An array (*indices.shape, 1, N).
     """
+    if indices.size > MOST_PAIRS:
+        raise ValueError(f"{indices.size} pairs: at most {MOST_PAIRS} are computed")
     weight, scales, biases = packed
     experts, columns, groups = scales.shape
     length = groups * group_size
@@ -207,7 +209,8 @@ def expert_product(
         pieces = num_pieces(columns, length, bits)
     pieces = min(pieces, num_turns(length, bits), EXPERT_WARPS)
     (out,) = _expert_kernel(x.dtype, bits)(
-        inputs=[x, weight, scales, biases, indices],
+        # MLX finds compiled kernels by name, whatever the inputs' types are.
+        inputs=[x, weight, scales, biases, indices.astype(mx.uint32)],
         template=[
             ("T", x.dtype),
             ("BITS", bits),
@@ -329,12 +332,18 @@ def computes(layer: Any, x: mx.array) -> bool:
     )
 
 
+def known(layer: Any) -> bool:
+    """Whether a kernel has been found right for a quantized layer."""
+    kind = Kind.of(layer)
+    return kind is not None and _proven.get(kind.form, False)
+
+
 def computes_experts(layer: Any, x: mx.array, indices: mx.array) -> bool:
     """Whether :func:`expert_product` is to compute x (..., 1, K) times some experts.
 
     More than MOST_PAIRS pairs have to be computed in pieces.
     """
-    if layer.training or not indices.size or x.shape[-2] != 1:
+    if layer.training or not indices.size or not indices.ndim or x.shape[-2] != 1:
         return False
     kind, shape = Kind.of(layer), indices.shape
     return (
@@ -432,16 +441,20 @@ def _agree(form: Form) -> bool:
     """
     return all(
         _agrees(columns, rows, pieces, form)
-        for (columns, pieces), rows in product_of(_SIZES, (1, 5, 20))
+        for (columns, pieces), rows in product_of(_SIZES, (0, 1, 5, 20))
     )
 
 
-# Columns of the result, and blocks that share K.
-_SIZES = ((72, 3), (200, 1))
+# Columns of the result, and pieces of K.
+_SIZES = ((72, 3), (200, 1), (40, WARPS))
 
 
 def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
-    """Whether a product equals the product with the unpacked numbers."""
+    """Whether a product equals the product with the unpacked numbers.
+
+    No rows stand for one row that begins anywhere.
+    """
+    anywhere, rows = rows == 0, max(rows, 1)
     dtype, bits, group_size, eights, _ = form
     # With one group more, K may end within a turn.
     length = group_size * (24 if eights else 25)
@@ -453,7 +466,7 @@ def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
     scales, biases = (p.astype(mx.float32) for p in packed[1:])
     unpacked = mx.dequantize(packed[0], scales, biases, group_size, bits)
     exact = x.astype(mx.float32) @ unpacked.T
-    if rows == 1:  # a view, which may begin anywhere
+    if anywhere:
         x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]
     compute = partial(
         product, x, packed, bits=bits, group_size=group_size, pieces=pieces
@@ -476,11 +489,11 @@ def _experts_agree(form: Form) -> bool:
     """Whether the kernel with experts computes what it should.
 
     With fewer pairs than experts and with more, and with more of one expert than a
-    block multiplies at once; for a row of x for each pair, or for each token.
+    warp lists at once; for a row of x for each pair, or for each token.
     """
     dtype, bits, group_size, eights, _ = form
     length, columns, experts = group_size * (24 if eights else 25), 72, 3
-    shapes = ((19, 1, 1, length), (experts, columns, length))
+    shapes = ((40, 1, 1, length), (experts, columns, length))
     x, dense = (
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i, shape in enumerate(shapes)
@@ -488,8 +501,8 @@ def _experts_agree(form: Form) -> bool:
     packed = mx.quantize(dense, group_size, bits)
     scales, biases = (p.astype(mx.float32) for p in packed[1:])
     matrices = mx.dequantize(packed[0], scales, biases, group_size, bits)
-    chosen = mx.random.randint(0, 2, (19, 2), key=mx.random.key(2)).astype(mx.uint32)
-    for tokens, pieces in ((1, 1), (19, 3)):
+    chosen = mx.array([[2, 0]] + [[1, i % 2] for i in range(39)], mx.uint32)
+    for tokens, pieces in ((1, 2), (40, 1)):
         some, own = chosen[:tokens], matrices[chosen[:tokens]].swapaxes(-1, -2)
         for given in (x[:tokens], mx.concatenate([x[:tokens]] * 2, axis=1)):
             found = expert_product(

@@ -138,20 +138,27 @@ SOURCE = """
   // Where 16 bytes cannot be loaded at once, each thread computes some of the result.
   if ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight) |
        reinterpret_cast<size_t>(scales) | reinterpret_cast<size_t>(biases)) % 16) {
-    const int from = shared ? begin * TURN : 0, until = shared ? end * TURN : K;
+    // Pieces are summed one by one, as everywhere.
+    const int lowest = WIDE == 1 ? 0 : piece, highest = WIDE == 1 ? pieces : piece + 1;
     const int there = min(columns, N - leftmost);
     for (int one = threadIdx.x; one < there * count; one += blockDim.x) {
       const int at = leftmost + one % there, m = row_of(one / there);
       float sum = 0.0f;
-      for (int k = from; k < min(until, K); ++k) {
-        const size_t word = (matrix + at) * (K / 32 * BITS) + k * BITS / 32;
-        const unsigned q = weight[word] >> k % (32 / BITS) * BITS & ((1 << BITS) - 1);
-        const size_t g = (matrix + at) * groups + k / GROUP;
-        const T w = static_cast<T>(fmaf(static_cast<float>(scales[g]),
-                                        static_cast<float>(q),
-                                        static_cast<float>(biases[g])));
-        sum = fmaf(static_cast<float>(x[static_cast<size_t>(x_row(m)) * K + k]),
-                   static_cast<float>(w), sum);
+      for (int p = lowest; p < highest; ++p) {
+        float its = 0.0f;
+        const int from = turns * p / pieces * TURN;
+        const int until = turns * (p + 1) / pieces * TURN;
+        for (int k = from; k < min(until, K); ++k) {
+          const size_t word = (matrix + at) * (K / 32 * BITS) + k * BITS / 32;
+          const unsigned q = weight[word] >> k % (32 / BITS) * BITS & ((1 << BITS) - 1);
+          const size_t g = (matrix + at) * groups + k / GROUP;
+          const T w = static_cast<T>(fmaf(static_cast<float>(scales[g]),
+                                          static_cast<float>(q),
+                                          static_cast<float>(biases[g])));
+          its = fmaf(static_cast<float>(x[static_cast<size_t>(x_row(m)) * K + k]),
+                     static_cast<float>(w), its);
+        }
+        sum = p == lowest ? its : sum + its;
       }
       if (shared) {
         parts[static_cast<size_t>(m) * N + at] = sum;

@@ -130,6 +130,7 @@ def quantized_copy(
             entry[path] = False
         else:
             layer = layer.to_quantized(group_size=group, bits=bits)
+            layer.train(original.training)  # MLX's new layers train
             if not lazy:
                 mx.eval(layer.parameters())
             if group != _GROUP_SIZES[0]:

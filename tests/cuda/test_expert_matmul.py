@@ -166,10 +166,10 @@ def test_packed_experts_are_the_kernel_s(
     emulation: None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model's pairs, sorted or not, in pieces or whole; MLX's while it trains."""
-    monkeypatch.setattr(packed_matmul, "MOST_PAIRS", 60)
     layer, twin = made(packed=True, bias=bias), made(packed=True, bias=bias)
     layer.set_dtype(mx.float16)
     take_many_tokens(layer.eval())
+    monkeypatch.setattr(packed_matmul, "MOST_PAIRS", 60)
     asked: list[int] = []
     usual = packed_matmul.expert_product
 
@@ -188,6 +188,10 @@ def test_packed_experts_are_the_kernel_s(
         found, right = layer(half, chosen), twin(x, chosen)
         assert asked == pieces * 3
         np.testing.assert_allclose(found.astype(mx.float32), right, atol=0.05)
+    # What all tokens share is computed as it is for one of them.
+    alike, x = mx.arange(EXPERTS)[None], mx.random.normal((5, EXPERTS, 1, 64))
+    up, x = layer.experts.up_proj, x.astype(mx.float16)
+    assert mx.array_equal(up(x, alike)[:1], up(x[:1], alike))
     asked.clear()
     layer.train()
     layer(half, chosen)
@@ -213,4 +217,5 @@ def test_the_layers_stay_what_they_were(packed: bool) -> None:
     if packed:
         cast(layer, mx.float32)
         assert type(layer.experts.up_proj) is SwitchLinear
+        layer.eval()
         assert layer(*inputs(2, 20)).shape == (2, 20, USED, 64)

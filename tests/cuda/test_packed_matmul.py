@@ -141,6 +141,19 @@ def test_a_row_s_bits_do_not_depend_on_what_is_beside_it(
 
 
 @needs_compiler
+def test_nor_where_16_bytes_cannot_be_loaded_at_once() -> None:
+    """Of few rows all of K is summed at once, of more in pieces."""
+    matrix = [array.reshape(-1) for array in packed(41, 1600, 4, 32, mx.bfloat16)]
+    weight = [
+        array[array.size // 41 :].reshape(40, array.size // 41) for array in matrix
+    ]
+    x = drawn(9, 1600)
+    (wide,) = product(x, tuple(weight), group=32)
+    (narrow,) = product(x[:8], tuple(weight), group=32)
+    assert mx.array_equal(wide[:8], narrow)
+
+
+@needs_compiler
 @pytest.mark.parametrize("length", [1600, 128])
 def test_parts_have_the_same_bits(length: int) -> None:
     x, weight = drawn(2, 6, length), packed(41, length, 4, 64, mx.bfloat16)
@@ -251,6 +264,23 @@ def test_experts(dtype: mx.Dtype, bits: int) -> None:
     ):  # fmt: skip
         assert experts_agree(pairs, experts, 37, 192, bits, 64, dtype), pairs
     assert experts_agree((2, 2), 3, 33, 512, bits, 32, dtype)
+
+
+@needs_compiler
+def test_indices_of_any_type() -> None:
+    """MLX takes the kernel that was compiled for another type of indices."""
+    weight = tuple(mx.quantize(drawn(3, 40, 64, seed=1), 64, 4))
+    x, chosen = drawn(2, 1, 1, 64), mx.array([[2, 0], [1, 2]])
+    found = [
+        packed_matmul.expert_product(
+            x, weight, chosen.astype(kind), bits=4, group_size=64
+        )
+        for kind in (mx.uint32, mx.int64, mx.uint8)
+    ]
+    assert all(mx.array_equal(each, found[0]) for each in found)
+    many = mx.zeros((packed_matmul.MOST_PAIRS + 1,), mx.uint32)
+    with pytest.raises(ValueError, match="at most"):
+        packed_matmul.expert_product(x, weight, many, bits=4, group_size=64)
 
 
 EXPERT_FAULTS = {
