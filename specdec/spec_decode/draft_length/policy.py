@@ -90,38 +90,35 @@ class GoodputPolicy:
         self._rates_known: dict[int, float] = {}
         self._best = 0
         self._run = (0, LONGEST, TIMED)
-        # For `reason`, by (rows, k): how many rounds there were, and the rates by which
-        # the newest of them was chosen.
+        # For `reason`: how many rounds had so many rows and this k.
         self._chosen: Counter[tuple[int, int]] = Counter()
-        self._because: dict[tuple[int, int], dict[int, float]] = {}
 
     @property
     def reason(self) -> str | None:
-        """The commonest choice so far, with the cost and the tokens that led to it.
+        """The commonest k so far, and what a round that drafts costs.
 
         ``None`` before the first round.
         """
-        chosen = dict(self._chosen)  # rounds may go on in another thread
+        chosen = Counter(dict(self._chosen))  # rounds may go on in another thread
         if not chosen:
             return None
-        num_rows, k = max(chosen, key=lambda key: chosen[key])
-        share = chosen[num_rows, k] / sum(chosen.values())
-        said = (
-            f"{counted(k, 'draft token') if k else 'no draft'} in {share:.0%} of the "
-            "rounds"
-        )
-        rates = self._because.get((num_rows, k))
-        if rates is None:
-            return said
-        best = k or max((k for k in rates if k), key=lambda k: rates[k])
-        such = "such a round takes"
-        if not k:
-            such = f"a round of {counted(best, 'draft token')} would take"
-        cost = self.costs.relative(num_rows, best)
-        known = self.acceptance.measured or any(k for _, k in chosen)
+        ks, rows = Counter[int](), Counter[int]()
+        for (num_rows, k), rounds in chosen.items():
+            ks[k] += rounds
+            rows[num_rows] += rounds
+        k = max(ks, key=lambda k: ks[k])
+        # Rounds that drafted, if there were any, and their commonest number of rows.
+        drafted = {key: n for key, n in chosen.items() if key[1] == k > 0}
+        if not drafted:
+            drafted = {key: n for key, n in chosen.items() if key[1]}
+        num_rows, some = max(rows, key=lambda n: rows[n]), 1
+        if drafted:
+            num_rows, some = max(drafted, key=lambda key: drafted[key])
         return (
-            f"{said}; with {counted(num_rows, 'row')} {such} {cost:.2f} plain steps "
-            f"for {cost * rates[best]:.2f} tokens of a row" + " (assumed)" * (not known)
+            f"{counted(k, 'draft token') if k else 'no draft'} in "
+            f"{ks[k] / chosen.total():.0%} of the rounds; with "
+            f"{counted(num_rows, 'row')} a round of {counted(some, 'draft token')} "
+            f"takes {self.costs.relative(num_rows, some):.2f} times one without"
         )
 
     def prepare(self, num_rows: int) -> None:
@@ -267,8 +264,6 @@ class GoodputPolicy:
         learnt = self.costs.observe(num_rows, k, timing.seconds if fair else None)
         if not timing.forced:
             self._chosen[num_rows, k] += 1
-            if (k or 1) in self._rates_known:
-                self._because[num_rows, k] = self._rates_known
             self._charge(timing, once)
             _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
             self._run = k, run + 1, timed + learnt
