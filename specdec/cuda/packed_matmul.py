@@ -305,6 +305,11 @@ class Kind(NamedTuple):
         return cls(scales.dtype, bits, group_size, *sizes, experts=bool(experts))
 
     @property
+    def long(self) -> bool:
+        """Whether MLX would compile another kernel for one row."""
+        return max(self.columns, self.length) > LONGEST_ALONE
+
+    @property
     def form(self) -> Form:
         eights = _by_eights(self.length // self.group_size)
         return Form(self.dtype, self.bits, self.group_size, eights, self.experts)
@@ -362,7 +367,7 @@ def _alone(kind: Kind) -> bool:
 
 
 def _usual_alone(kind: Kind) -> bool:
-    if max(kind.columns, kind.length) > LONGEST_ALONE:
+    if kind.long:
         return True
     return kind.bits == 4 and kind.columns * kind.length >= FEWEST_ALONE
 
@@ -373,11 +378,7 @@ def choose(layers: Sequence[Any]) -> None:
     MLX's product is not timed for more rows: compiling its kernel takes half a minute.
     """
     kind = Kind.of(layers[0])
-    if (
-        kind is None
-        or max(kind.columns, kind.length) > LONGEST_ALONE
-        or not _proven.get(kind.form, False)
-    ):
+    if kind is None or kind.long or not _proven.get(kind.form, False):
         return
     some, x = layers[: choices.MATRICES], mx.ones((1, kind.length), kind.dtype)
 
