@@ -115,6 +115,14 @@ use_venv() {
   unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 }
 
+# Make, and enter, .venv-newest: the locked versions, then the newest mlx and mlx-lm.
+use_newest() {
+  venv="$root/.venv-newest"
+  use_venv
+  pip_install --upgrade mlx mlx-lm ${backend:+"mlx[$backend]"}
+  python -m pip list 2>/dev/null | grep -i '^mlx' >&2
+}
+
 # What .venv was made from. The folder too: a copied .venv would go on importing the
 # tree it came from.
 wanted() {

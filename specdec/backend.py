@@ -19,6 +19,8 @@ from .utils.extras import INSTALL_GXX
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
+#: The versions that the tests ran with, as in requirements.lock.
+TESTED = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
 
 
 @dataclass(frozen=True)
@@ -231,16 +233,41 @@ def describe() -> dict[str, str]:
     import mlx.core as mx
 
     device = mx.device_info().get("device_name", "unknown")
+    installed = versions()
     return {
-        "specdec": _version("mlx-specdec"),
-        "mlx": _version("mlx"),
-        "mlx_lm": _version("mlx-lm"),
+        "specdec": installed["mlx-specdec"],
+        "mlx": installed["mlx"],
+        "mlx_lm": installed["mlx-lm"],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "backend": defaults().name,
         "blas": load_blas()[0] if defaults().name == "cpu" else "",
         "device": str(device),
     }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions by distribution, without importing MLX."""
+    return {name: _version(name) for name in ("mlx-specdec", *TESTED)}
+
+
+def newer_than_tested() -> str:
+    """One line if MLX or mlx-lm is of a later minor release than the tested one."""
+    newer = [
+        f"{name} {version}"
+        for name, version in versions().items()
+        if name in TESTED and _minor(version) > _minor(TESTED[name])
+    ]
+    if not newer:
+        return ""
+    tested = " ".join(f"'{name}=={version}'" for name, version in TESTED.items())
+    return f"{' and '.join(newer)}: newer than specdec was tested with; try {tested}"
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; (0, 0) for one that has none."""
+    numbers = version.split(".")[:2]
+    return tuple(int(each) if each.isdecimal() else 0 for each in numbers)
 
 
 def _fused(x):  # type: ignore[no-untyped-def]

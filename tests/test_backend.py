@@ -208,3 +208,24 @@ def test_a_missing_compiler_is_named_once(
     # Compiled before g++ was removed.
     monkeypatch.setattr(backend, "load_blas", lambda: OPENBLAS)
     assert "OpenBLAS" not in (backend.check_compiler() or "OpenBLAS")
+
+
+@pytest.mark.parametrize(
+    ("installed", "named"),
+    [
+        ("0.32.2", False),
+        ("0.32.9", False),
+        ("0.33.0", True),
+        ("0.33.0.dev20261101", True),
+        ("1.0", True),
+        ("unknown", False),
+    ],
+)
+def test_a_newer_release_is_named(
+    monkeypatch: pytest.MonkeyPatch, installed: str, named: bool
+) -> None:
+    """An error of a release that nobody tested looks like one of specdec's."""
+    monkeypatch.setattr(backend, "_version", lambda _: installed)
+    line = backend.newer_than_tested()
+    assert ("mlx-lm==0.32.2" in line) is named
+    assert (f"mlx-lm {installed}" in line) is named

@@ -10,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from specdec.backend import TESTED
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 REQUIREMENTS = [
@@ -35,6 +37,12 @@ def test_a_dependency_is_bounded_and_locked(requirement: Requirement) -> None:
     for pin in pins:
         (pinned,) = pin.specifier
         assert pinned.version in requirement.specifier, str(pin)
+
+
+def test_the_tested_versions_are_the_locked_ones() -> None:
+    """An error that recommends versions which nobody tested."""
+    locked = {pin.name: str(pin.specifier) for pin in PINS}
+    assert {f"=={v}" for v in TESTED.values()} == {locked[name] for name in TESTED}
 
 
 def test_the_lock_is_names_and_versions() -> None:
@@ -69,3 +77,22 @@ def test_messages_name_extras_that_there_are() -> None:
         if path.name not in alone:
             hints = re.findall(r"pip install .*", text)
             assert all("'.[" in hint for hint in hints), path
+
+
+def test_workflows_name_actions_by_their_commit() -> None:
+    """A tag of an action was moved to other code, which then runs with our rights."""
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert workflows
+    for path in workflows:
+        text = path.read_text("utf-8")
+        assert "\npermissions:\n" in text, path
+        for action in re.findall(r"uses: *(.*)", text):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", action), action
+
+
+def test_workflows_run_scripts_that_exist() -> None:
+    """A check that only a workflow knows cannot be run before a change is pushed."""
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text("utf-8")
+        for script in re.findall(r"run: *((?:scripts|\.ci)/\w+)", text):
+            assert (ROOT / script).is_file(), f"{path}: {script}"

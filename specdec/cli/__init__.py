@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import click
 
+from ..backend import versions
 from ..errors import ConfigError, PromptFileError
 from ..parallel import launched_rank
 from ..utils.ctrl_c import INTERRUPTED
@@ -122,7 +124,11 @@ def _check_arguments(arguments: Iterable[str]) -> None:
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(
-    None, "-V", "--version", package_name="mlx-specdec", prog_name="specdec"
+    ", ".join(f"{name} {version}" for name, version in versions().items())
+    + f", Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+    "-V",
+    "--version",
+    message="%(version)s",
 )
 def main() -> None:
     """Batched speculative decoding for MLX.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ..backend import newer_than_tested
 from ..errors import ConfigError, SpecdecError
 from ..model_names import nearest, short
 from ..prompts import PromptRecord
@@ -338,9 +339,10 @@ def _describe(error: Exception) -> tuple[str, int]:
             f"--memory-limit or --batch if the command has them ({shorten(error)})",
             FAILURE,
         )
+    newer = newer_than_tested()
     return (
         f"unexpected {type(error).__name__}: {shorten(error)} "
-        f"(set {DEBUG}=1 to see where it comes from)",
+        f"({newer + '; ' if newer else ''}set {DEBUG}=1 to see where it comes from)",
         FAILURE,
     )
 

@@ -310,4 +310,5 @@ def test_no_arguments_show_the_help(specdec: Specdec) -> None:
 def test_version(specdec: Specdec) -> None:
     result = specdec("--version")
     assert result.exit_code == 0
-    assert result.stdout.startswith("specdec, version ")
+    assert result.stdout.startswith("mlx-specdec ")
+    assert ", mlx-lm 0." in result.stdout

@@ -403,7 +403,7 @@ def test_help_pages_begin_with_the_common_options(specdec: Specdec) -> None:
 
 def test_the_version_in_a_letter(specdec: Specdec) -> None:
     assert specdec("-V").stdout == specdec("--version").stdout
-    assert specdec("-V").stdout.startswith("specdec, version ")
+    assert specdec("-V").stdout.startswith("mlx-specdec ")
 
 
 def test_the_summary_reports_quantized_keys(specdec: Specdec) -> None:
