@@ -39,6 +39,7 @@ NAVIGATION = {
     "Use": [
         "What it is </README>",
         "/docs/getting-started",
+        "/docs/apple-silicon",
         "/docs/python",
         "/docs/models",
         "/docs/gguf",

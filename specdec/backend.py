@@ -51,6 +51,7 @@ class BackendDefaults:
             with packed arrays take no views, and few of attention's shapes.
         kernels: use the kernels of :mod:`specdec.cuda` for models, prompt lookup and
             commits, as far as they are proven on the device.
+        boolean_masks: attention's kernels read boolean masks, half as many bytes.
         peek_rows: the most rows with which rounds without a draft peek at the
             drafter's proposals; ``None``: any number.
     """
@@ -65,6 +66,7 @@ class BackendDefaults:
     pad_single_token: bool = False
     unpacks: bool = False
     kernels: bool = False
+    boolean_masks: bool = False
     peek_rows: int | None = None
 
     def rows_to_keep(self, rows: int, running: int) -> int:
@@ -103,7 +105,13 @@ _DEFAULTS = {
         # Not measured; docs/devices.md derives these values from MLX's source. A new
         # length costs nothing; the bucket fills the attention kernel's blocks.
         # Peeking may cost more than it gains.
-        BackendDefaults("metal", read_bucket=32, static_shapes=False, peek_rows=0),
+        BackendDefaults(
+            "metal",
+            read_bucket=32,
+            static_shapes=False,
+            boolean_masks=True,
+            peek_rows=0,
+        ),
     )
 }
 

@@ -80,7 +80,7 @@ class ModelRunner:
             backend = replace(backend, pad_single_token=False)
         self.options = replace(
             cache_options(config, backend),
-            additive_mask=not reads_boolean_masks(model),
+            additive_mask=not (backend.boolean_masks or reads_boolean_masks(model)),
             exact_alone=not single,
         )
         self.options = check_caches(model, name, self.options)

@@ -10,8 +10,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from specdec.cache.factory import make_batch_caches
+from specdec.config import EngineConfig
+from specdec.models.runner import ModelRunner
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter
 from tests.plain import METAL, VOCAB, drafts_of, exact
@@ -59,3 +63,13 @@ def test_rows_of_a_sliding_window_are_decoded_as_alone(
     )
     other = tiny_model("llama", seed=5, num_hidden_layers=1)
     exact(model, other, PROMPTS, 30, batch_size=3, num_draft_tokens=3, backend=METAL)
+
+
+def test_masks_are_boolean(target: Any) -> None:
+    """A mask that is added has twice the bytes and takes one more operation."""
+    runner = ModelRunner(target, "target", EngineConfig(), METAL)
+    cache = make_batch_caches(target, 2, runner.options, "target")
+    target(mx.array([[1, 2], [3, 4]]), cache=cache)
+    mask = cache[0].make_mask(2, return_array=True)
+    assert isinstance(mask, mx.array)
+    assert mask.dtype == mx.bool_
