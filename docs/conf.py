@@ -57,6 +57,7 @@ NAVIGATION = {
         "Recipes that come with it </recipes/README>",
     ],
     "Understand": [
+        "/docs/words",
         "/docs/exactness",
         "/docs/architecture",
         "/docs/devices",
