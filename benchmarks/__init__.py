@@ -1,5 +1,5 @@
 """Benchmarks: ``python -m benchmarks.NAME --help``, see README.md."""
 
-from specdec.utils.blas import load_blas
+from specdec.utils.process import prepare_process
 
-load_blas()  # as commands do, before a script imports mlx
+prepare_process()  # as commands do, before a script imports mlx

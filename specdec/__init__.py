@@ -86,10 +86,10 @@ def __getattr__(name: str) -> Any:
         found: Any = _version()
     else:
         home = _HOMES.get(name, "errors")
-        if home == "decoder":
-            from .utils.blas import load_blas
+        if home in ("decoder", "parallel"):
+            from .utils.process import prepare_process
 
-            load_blas()  # before mlx is imported
+            prepare_process()
         found = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = found
     return found

@@ -8,9 +8,9 @@ from .utils.ctrl_c import end_at_once
 def main() -> None:
     """Run the command line. Ctrl-C is listened to before it is imported."""
     end_at_once()
-    from .utils.blas import load_blas
+    from .utils.process import prepare_process
 
-    load_blas()
+    prepare_process()
     from .cli import main as command
 
     command(prog_name="specdec")

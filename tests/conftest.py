@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from specdec.utils.blas import load_blas
+from specdec.utils.process import prepare_process
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -25,7 +25,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # As commands do, before MLX is imported. A worker has about one core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-load_blas()
+prepare_process()
 
 # MLX compiles on first use, so one slow example says nothing. Every run has the same
 # examples, so that a failure comes from a change.

@@ -26,6 +26,7 @@ import click
 from ..parallel import Follower, Leader, Ranks, launched_rank
 from ..utils.blas import free_cores, own_threads, use_threads
 from ..utils.child import module_process
+from ..utils.process import cuda_devices
 from . import options
 from .output import FAILURE, note, note_products, show_error
 
@@ -187,15 +188,6 @@ def _start(size: int, until_joined: ExitStack) -> None:
             target=_watch, args=(rank, process, joined), daemon=True
         ).start()
     os.environ.update(environment, MLX_RANK="0")
-
-
-def cuda_devices() -> list[str]:
-    """CUDA's names of the devices that this process may use."""
-    import mlx.core as mx
-
-    count = mx.device_count(mx.DeviceType.gpu)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[:count] if visible else list(map(str, range(count)))
 
 
 def _watch(

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..prompts import templates
-from ..utils.blas import load_blas, own_threads
+from ..utils.blas import own_threads
 from ..utils.child import module_process
+from ..utils.process import cuda_devices, prepare_process
 from .output import report, show_warnings, silence_third_parties
-from .ranks import cuda_devices, load
+from .ranks import load
 from .serve import described, engine_failed
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silence_third_parties()
     show_warnings(notes=not quiet)
-    load_blas()
+    prepare_process()
     try:
         loading["config"] = within_share(loading.get("config"), sharing)
         _serve(path, loading, config, parent, quiet=quiet)

@@ -25,9 +25,9 @@ A row is a function of its prompt, its parameters and its seed. So it does not m
 which worker decodes it, how often it begins, or which rows decode with it.
 """
 
-from ..utils.blas import load_blas
+from ..utils.process import prepare_process
 
-load_blas()  # before mlx is imported
+prepare_process()
 
 from .stage import SpecDecodeStage  # noqa: E402
 

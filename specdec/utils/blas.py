@@ -57,16 +57,16 @@ _set_threads: Callable[[int], object] | None = None
 def load_blas() -> tuple[str, str]:
     """Let MLX's CPU backend multiply float32 matrices with OpenBLAS.
 
-    The first call decides; it must come before MLX is imported. Commands and
-    ``from specdec import SpecDecoder`` make it. Nothing happens on macOS, with CUDA, if
-    MLX is not the wheel for Linux, or if a BLAS was preloaded (``LD_PRELOAD``).
+    The first call decides; it must come before MLX is imported. Nothing happens on
+    macOS, with CUDA, if MLX is not the wheel for Linux, or if a BLAS was preloaded
+    (``LD_PRELOAD``).
     OpenBLAS gets :func:`free_cores` threads, unless the user has set their number.
 
     Returns:
         The BLAS that MLX has: "OpenBLAS", "preloaded BLAS", "reference BLAS", or "" if
         MLX is no wheel for Linux. Then the way out of the reference BLAS, or "".
     """
-    if not _brings_reference():
+    if not mlx_is_for_cpu():
         return "", ""
     if hasattr(ctypes.CDLL(None), "cblas_sgemm"):
         return "preloaded BLAS", ""
@@ -143,8 +143,8 @@ def _threads_are_set() -> bool:
     return any(map(os.environ.get, _THREADS))
 
 
-def _brings_reference() -> bool:
-    """Whether the reference BLAS lies beside MLX, as in its wheel for Linux."""
+def mlx_is_for_cpu() -> bool:
+    """Whether MLX is its wheel for CPUs on Linux, which has the reference BLAS."""
     spec = find_spec("mlx")
     folders = spec.submodule_search_locations if spec is not None else None
     return sys.platform == "linux" and any(

@@ -11,12 +11,16 @@ from pathlib import Path
 def module_process(
     name: str, arguments: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """The program that runs a module as ``python -m``, and its environment.
+    """The program that runs a module as ``python -m``, and its environment."""
+    return [sys.executable, "-P", "-m", name, *arguments], child_environment()
 
-    Modules are found as in this process, not in the current folder: that may be a
-    model's folder, whose code must not run.
+
+def child_environment() -> dict[str, str]:
+    """The environment of a Python program that finds modules as this process does.
+
+    With ``-P`` it finds none in the current folder. That may be a model's folder, whose
+    code must not run.
     """
     package = str(Path(__file__).resolve().parents[2])
     path = [os.path.abspath(entry) for entry in sys.path if entry]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, package])}
-    return [sys.executable, "-P", "-m", name, *arguments], environment
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, package])}

@@ -1,0 +1,106 @@
+"""What a process sets before it imports MLX. No mlx here."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from .blas import load_blas, mlx_is_for_cpu
+from .child import child_environment
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_COUNT = "import mlx.core as mx; print(mx.device_count(mx.DeviceType.gpu))"
+# Seconds that counting the devices may take: each is initialised.
+_COUNTING = 120
+# The user's value of CUDA_VISIBLE_DEVICES, once all but one device are hidden.
+_user_visible: list[str | None] = []
+
+
+@cache
+def prepare_process() -> None:
+    """Prepare this process for MLX; the first call acts, if MLX is not imported.
+
+    Commands and ``from specdec import SpecDecoder`` call it.
+
+    - mlx-lm may raise the limit of open files, and not lower it.
+    - CUDA sees one device: the first of those that the user left visible. With
+      several, an array made from a list can fail (docs/devices.md).
+    - A CPU multiplies with OpenBLAS (:func:`~specdec.utils.blas.load_blas`).
+    """
+    sys.meta_path.insert(0, _FileLimit())
+    if "mlx.core" not in sys.modules and may_use_cuda():
+        visible = os.environ.get(_VISIBLE)
+        _user_visible.append(visible)
+        os.environ[_VISIBLE] = "0" if visible is None else visible.split(",")[0]
+    load_blas()
+
+
+def may_use_cuda() -> bool:
+    """Whether the MLX that is installed can be one for CUDA."""
+    return sys.platform == "linux" and not mlx_is_for_cpu()
+
+
+@cache
+def cuda_devices() -> list[str]:
+    """CUDA's names of the devices that the user left visible, hidden ones included."""
+    visible = _user_visible[0] if _user_visible else os.environ.get(_VISIBLE)
+    environment = child_environment()
+    environment.pop(_VISIBLE, None)
+    if visible is not None:
+        environment[_VISIBLE] = visible
+    counted = subprocess.run(
+        [sys.executable, "-P", "-c", _COUNT],
+        env=environment,
+        stdout=subprocess.PIPE,
+        timeout=_COUNTING,
+        check=True,
+    )
+    count = int(counted.stdout)
+    names = visible.split(",") if visible else list(map(str, range(count)))
+    return names[:count]
+
+
+class _FileLimit(MetaPathFinder):
+    """Lets mlx-lm's import raise the limit of open files, and never lower it.
+
+    ``mlx_lm.utils`` sets 2048, and 4096 as the hard limit. That fails where the hard
+    limit is lower, and takes files from a process that may open more.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find ``mlx_lm.utils``, whose code then runs with another ``setrlimit``."""
+        if fullname != "mlx_lm.utils":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Raising(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Raising(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        setrlimit = resource.setrlimit
+        resource.setrlimit = _raise_limit
+        try:
+            super().exec_module(module)
+        finally:
+            resource.setrlimit = setrlimit
+
+
+def _raise_limit(
+    kind: int, limits: tuple[int, int], *, set_limit: Any = resource.setrlimit
+) -> None:
+    """Raise the soft limit to that of ``limits``, as far as the hard one lets it."""
+    soft, hard = resource.getrlimit(kind)
+    wanted = limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        set_limit(kind, (wanted, hard))

@@ -1,0 +1,152 @@
+"""What a process sets before MLX is imported: open files, and the devices it sees."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Stands for MLX on a host with four GPUs. It keeps what CUDA would see.
+FAKE_MLX = """\
+import os
+
+class DeviceType:
+    gpu = 1
+
+visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+with open(os.environ["SEEN"], "a") as file:
+    print(visible, file=file)
+
+def device_count(kind):
+    return 4 if visible is None else len([x for x in visible.split(",") if x])
+"""
+API = ["-c", "from specdec import SpecDecoder"]
+MEET = ["-c", "from specdec import Ranks; import mlx.core"]
+LIMITS = "; import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "after"),
+    [(500, 1000, "1000 1000"), (300, 5000, "2048 5000"), (4500, 5000, "4500 5000")],
+)
+def test_open_files_are_not_limited(soft: int, hard: int, after: str) -> None:
+    """mlx-lm's import fails below 4096 open files, and lowers the limit elsewhere."""
+    program = [sys.executable, "-c", f"{API[1]}, EngineConfig{LIMITS}"]
+    done = limited(soft, hard, program)
+    assert done.stdout.split("\n")[0] == after, done.stderr
+
+
+def test_commands_run_with_few_open_files(tmp_path: Path) -> None:
+    """In a container, every command would end in an unexpected ValueError."""
+    target = str(tmp_path / "none")
+    program = [sys.executable, "-m", "specdec", "estimate", "--target", target]
+    done = limited(500, 1000, program)
+    assert "unexpected" not in done.stderr
+    assert "none" in done.stderr
+
+
+def limited(
+    soft: int, hard: int, program: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that may open so many files, and may not raise its hard limit."""
+    unprivileged = [
+        "setpriv",
+        "--bounding-set=-sys_resource",
+        "--inh-caps=-sys_resource",
+    ]
+    as_root = unprivileged if os.geteuid() == 0 else []
+    return subprocess.run(
+        [
+            *("bash", "-c", f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$@"', "bash"),
+            *as_root,
+            *program,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        API,
+        MEET,
+        ["-m", "specdec", "estimate", "--target", "."],
+        ["-c", "import specdec.ray, mlx.core"],
+    ],
+)
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [(None, "0"), ("2,3", "2"), ("1", "1"), ("", ""), ("GPU-8a,GPU-9b", "GPU-8a")],
+)
+def test_a_process_sees_one_device(
+    program: list[str], visible: str | None, seen: str, tmp_path: Path
+) -> None:
+    """With two visible GPUs, an array that a list is made into fails in a thread."""
+    assert run_with_gpus(program, visible, tmp_path)[1] == [seen]
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("2,3", ["2", "3"]),
+        ("GPU-8a", ["GPU-8a"]),
+        ("", []),
+    ],
+)
+def test_ranks_and_replicas_share_the_user_s_devices(
+    visible: str | None, names: list[str], tmp_path: Path
+) -> None:
+    """Hiding devices from this process would hide them from those that it starts."""
+    program = (
+        "from specdec.utils.process import cuda_devices, prepare_process\n"
+        "prepare_process()\n"
+        "print(cuda_devices())"
+    )
+    output, _ = run_with_gpus(["-c", program], visible, tmp_path)
+    assert output.strip() == str(names)
+
+
+def test_a_program_that_has_mlx_keeps_its_devices(tmp_path: Path) -> None:
+    """Changing the variable then has no effect on MLX, and one on other libraries."""
+    program = (
+        "import os, mlx.core\n"
+        "from specdec.utils.process import prepare_process\n"
+        "prepare_process()\n"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    assert run_with_gpus(["-c", program], "1,2", tmp_path) == ("1,2\n", ["1,2"])
+
+
+def run_with_gpus(
+    program: list[str], visible: str | None, folder: Path
+) -> tuple[str, list[str]]:
+    """Run a program with four fake GPUs; its output, and what MLX saw, per import."""
+    package = folder / "mlx"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "core.py").write_text(FAKE_MLX)
+    seen = folder / "seen"
+    own = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    own |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "SEEN": str(seen)}
+    if visible is not None:
+        own["CUDA_VISIBLE_DEVICES"] = visible
+    done = subprocess.run(
+        [sys.executable, *program],
+        env=own,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    return done.stdout.decode(), seen.read_text().splitlines()
