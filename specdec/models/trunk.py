@@ -78,6 +78,16 @@ class TargetEnds:
             f"{self._name}: its embedding cannot be used alone; take another draft"
         )
 
+    def rows(self, tokens: mx.array) -> mx.array:
+        """Rows of the embedding (B, S, D) for ``tokens`` (B, S), as they are stored."""
+        for part in self.trunk.children().values():
+            if hasattr(part, "as_linear"):
+                stored: mx.array = part(tokens)
+                return stored
+        raise UnsupportedModelError(
+            f"{self._name}: its embedding cannot be read alone; take another draft"
+        )
+
     def logits(self, h: mx.array) -> mx.array:
         """Logits (B, S, V) of normed hidden states (B, S, D)."""
         given = calling(self.trunk, lambda usual, args, kwargs: h)

@@ -184,20 +184,15 @@ class BlockRows(HeadRows):
         width = self._drafter.num_computed(k) + own
         states = self._rows.call("states", head.inputs(newest, width))
         self._take_back(width)
-        logits = head.logits(states[:, own : own + k])
-
-        def biased(proposed: Sequence[mx.array]) -> mx.array:
-            """Logits of the next slot, biased by the token before it."""
-            j, before = len(proposed), proposed[-1] if proposed else newest
-            found = logits[:, j : j + 1] + head.bias(head.before(before))
-            each: mx.array = head.as_target(found)[..., :vocab_size]
-            return each
-
-        if head.args.markov_rank:
-            tokens, probabilities = round_.choose_each(k, biased)
+        states = states[:, own : own + k]
+        if head.in_order:
+            walk = head.walk(states, newest)
+            tokens, probabilities = round_.choose_each(
+                k, lambda proposed: walk(proposed)[..., :vocab_size]
+            )
         else:
-            own_logits = head.as_target(logits)[..., :vocab_size]
-            chosen, probabilities = round_.choose_all(own_logits)
+            logits = head.as_target(head.logits(states))
+            chosen, probabilities = round_.choose_all(logits[..., :vocab_size])
             tokens = [chosen]
         inputs = mx.concatenate([newest, *tokens], axis=1)
         if k == wanted:

@@ -50,7 +50,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dflash": published.dflash_config(
         layer_types=["sliding_attention", "full_attention"], sliding_window=9
     ),
+    "dflash2": published.dflash2_config(),
     "dspark": published.dspark_config(),
+    "dspark rnn": published.dspark_config(markov_head_type="rnn"),
     "eagle3": published.eagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
     "dflash of few tokens": published.speculators_config("dflash"),
 }
@@ -94,26 +96,24 @@ def proposals(
             w, features, following, embedding, k, config=CONFIGS[name]
         )
         return found
-    anchored = name == "dspark"
-    mask = {"dflash": 96, "dspark": 95}.get(name, 94)
+    anchored = "dspark" in name
+    mask = {"dspark": 95, "dspark rnn": 95, "dflash of few tokens": 94}.get(name, 96)
     block = embedding[[tokens[-1], *[mask] * (K - anchored)]]
     how: dict[str, Any] = {}
     if name == "dflash":
         how = {"windows": (9, None), "causal": (True, False)}
     states = published.block_states(w, features, block, **how)
-    states = states if anchored else states[1:]
+    states = (states if anchored else states[1:])[:k]
+    logits = states @ w.get("lm_head.weight", embedding).T
+    if name == "dflash2":
+        logits = 3 * np.tanh(0.5 * logits / 3)
     proposed: list[int] = []
-    for state in states[:k]:
-        if "lm_head.weight" in w:
-            logits = np.full(VOCAB, -np.inf)
-            logits[published.SOME_TOKENS] = w["lm_head.weight"] @ state
-        else:
-            logits = embedding @ state
-        if anchored:
-            before = proposed[-1] if proposed else tokens[-1]
-            bias = w["markov_head.markov_w2.weight"]
-            logits = logits + bias @ w["markov_head.markov_w1.weight"][before]
+
+    def chosen(logits: Any) -> int:
         proposed.append(int(logits.argmax()))
+        return proposed[-1]
+
+    published.walk(w, states, logits, tokens[-1], chosen)
     return proposed
 
 
@@ -237,6 +237,8 @@ def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:
     config.get("dflash_config", config)["mask_token_id"] = vocab_size - 1
     if "draft_vocab_size" in config:
         config["draft_vocab_size"] = vocab_size - 1
+    if name == "dflash2":
+        config["dflash_config"]["selector_top_k"] = 2  # the others have no chance
     return config
 
 
@@ -244,6 +246,9 @@ def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:
     ("name", "verification"),
     [
         ("dspark", "block"),
+        ("dspark rnn", "block"),
+        ("dflash2", "block"),
+        ("dflash2", "rejection"),
         ("eagle3", "block"),
         ("dflash of few tokens", "rejection"),
     ],
@@ -270,7 +275,9 @@ def test_sampled_rows_follow_the_target(
     assert accepted > 50
 
 
-@pytest.mark.parametrize("name", ["dflash of few tokens", "dspark", "eagle3"])
+@pytest.mark.parametrize(
+    "name", ["dflash of few tokens", "dflash2", "dspark", "eagle3"]
+)
 def test_sampled_rows_are_those_without_a_draft(
     name: str, lender: LoadedModel, tmp_path: Path
 ) -> None:

@@ -1,9 +1,10 @@
 """Draft heads: networks that draft from the target's hidden states."""
 
-from .block import BlockHead
-from .config import BlockConfig, EagleConfig, HeadConfig, LayerSizes, is_head
-from .eagle import EagleHead
+from .block import BlockConfig, BlockHead
+from .config import HeadConfig, LayerSizes
+from .eagle import EagleConfig, EagleHead
 from .head import DraftHead
+from .kinds import is_head
 from .loading import load_head, open_head
 
 __all__ = [

@@ -10,24 +10,66 @@ context stay in the caches; the block's are written after them and taken back.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import BlockConfig
+from ...errors import UnsupportedModelError
+from ...utils.data_files import DataError
+from ...utils.printable import quoted
+from .config import HeadConfig, LayerSizes, Published, spread_layers
 from .head import DraftHead
 from .layers import HeadLayer
+from .markov import MARKOV_HEADS, MarkovHead
+
+#: Gives the logits (B, 1, V) of the slot after some proposals, each of shape (B, 1).
+Walk = Callable[[Sequence[mx.array]], mx.array]
 
 
-class MarkovHead(nn.Module):
-    """A low-rank bias on logits that depends on the previous token."""
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """A head that proposes a block of tokens in one forward: DFlash, DSpark.
 
-    def __init__(self, config: BlockConfig):
-        super().__init__()  # type: ignore[no-untyped-call]
-        rank = config.markov_rank
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+    Args:
+        block_size: tokens of a block, the newest committed one (the anchor) included.
+        from_anchor: whether each slot, from the anchor's on, predicts the token after
+            it; otherwise each slot predicts the token in its own place.
+        windows: tokens of each layer's sliding window; ``None``: it sees everything.
+        causal: for each layer, whether later slots of the block are hidden from a slot.
+        markov_rank: rank of the bias from the previous token; 0: there is no bias.
+        markov_kind: a name in :data:`.markov.MARKOV_HEADS`.
+        owns_mask: whether the embedding of masks is stored with the head; otherwise
+            it is the embedding of ``mask_token``.
+        raw_embedding: whether it reads rows of the target's embedding as they are
+            stored; otherwise as the target's first layer gets them.
+        embedding_scale, logit_scale: factors of embeddings and of logits.
+        logit_cap: cap of logits; 0: there is no cap.
+    """
+
+    mask_token: int
+    block_size: int
+    from_anchor: bool = False
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    markov_rank: int = 0
+    markov_kind: str = "vanilla"
+    owns_mask: bool = False
+    raw_embedding: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens that it can propose in one block."""
+        return self.block_size - (not self.from_anchor)
+
+    def make(self) -> DraftHead:
+        """A DFlash or DSpark head."""
+        return BlockHead(self)
 
 
 class BlockHead(DraftHead):
@@ -41,12 +83,22 @@ class BlockHead(DraftHead):
         wide = config.target_size * len(config.target_layers)
         self.fc = nn.Linear(wide, sizes.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
-        self.layers = [HeadLayer(sizes) for _ in range(sizes.num_layers)]
+        self.layers = [self._layer(config) for _ in range(sizes.num_layers)]
         self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         if config.owns_mask:
             self.mask_embedding = mx.zeros((sizes.hidden_size,))
         if config.markov_rank:
-            self.markov_head = MarkovHead(config)
+            made = MARKOV_HEADS[config.markov_kind]
+            self.markov_head: MarkovHead = made(
+                config.vocab_size,
+                config.draft_vocab_size,
+                config.markov_rank,
+                sizes.hidden_size,
+            )
+
+    def _layer(self, config: Any) -> HeadLayer:
+        """A layer of the head."""
+        return HeadLayer(config.sizes)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -76,7 +128,7 @@ class BlockHead(DraftHead):
     def states(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Normed states (B, b, D) of a block (B, b), which is written to the caches."""
         scale = self.args.embedding_scale
-        x = self.embed(tokens)
+        x = self.embed(tokens, raw=self.args.raw_embedding)
         if "mask_embedding" in self:
             masked = (tokens == self.args.mask_token)[..., None]
             x = mx.where(masked, self.mask_embedding.astype(x.dtype), x)
@@ -100,19 +152,148 @@ class BlockHead(DraftHead):
             found = mx.tanh(found / cap) * cap
         return found
 
-    def before(self, tokens: mx.array) -> mx.array:
-        """The Markov head's embedding of the previous token, (B, S, rank)."""
-        found: mx.array = self.markov_head.markov_w1(tokens)
-        return found
+    @property
+    def in_order(self) -> bool:
+        """Whether a slot's logits depend on the tokens chosen before it."""
+        return "markov_head" in self
 
-    def bias(self, before: mx.array) -> mx.array:
-        """The Markov head's bias on logits of the head's own tokens."""
-        found: mx.array = self.markov_head.markov_w2(before)
-        return found
+    def walk(self, states: mx.array, anchor: mx.array) -> Walk:
+        """Logits of the target's tokens, slot after slot.
+
+        Args:
+            states: normed states of the slots that predict, shape (B, k, D).
+            anchor: the token before the first, shape (B, 1).
+
+        Returns:
+            A function to call once for each slot, in order.
+        """
+        logits, carried = self.logits(states), None
+
+        def after(proposed: Sequence[mx.array]) -> mx.array:
+            nonlocal carried
+            j = len(proposed)
+            before, here = proposed[-1] if proposed else anchor, slice(j, j + 1)
+            found = logits[:, here]
+            if "markov_head" in self:
+                bias, carried = self.markov_head(before, states[:, here], carried)
+                found = found + bias
+            return self.as_target(found)
+
+        return after
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         """Logits (B, S, V) of a block, to plan and check it like a model."""
-        logits = self.logits(self.states(inputs, cache))
-        if "markov_head" in self:
-            logits = logits + self.bias(self.before(inputs))
-        return self.as_target(logits)
+        states, width = self.states(inputs, cache), inputs.shape[1]
+        each = [inputs[:, i : i + 1] for i in range(width)]
+        after = self.walk(states, each[0])
+        return mx.concatenate([after(each[1 : i + 1]) for i in range(width)], axis=1)
+
+
+def block_config(published: Published) -> BlockConfig:
+    """The configuration of a DFlash or DSpark head.
+
+    Raises:
+        UnsupportedModelError: it has a part that is not supported.
+        DataError: a value is missing or invalid.
+    """
+    return BlockConfig(**block_values(published, published.sizes()))
+
+
+def block_values(published: Published, sizes: LayerSizes) -> dict[str, Any]:
+    """The arguments of :class:`BlockConfig`."""
+    value = published.value
+    if value("log_snr_conditioning"):
+        raise UnsupportedModelError(
+            f"{published.source} adds an embedding of noise to its slots "
+            "(log_snr_conditioning), which is not supported: take another draft"
+        )
+    block_size: int = published.required("block_size")
+    if block_size < 2:
+        raise DataError(f"block_size is {block_size}: it must be 2 or more")
+    rank, kind = _markov(published)
+    windows = _windows(published, sizes.num_layers)
+    return {
+        **published.common(sizes),
+        "kind": "DSpark" if rank else "DFlash",
+        "target_layers": _target_layers(published, sizes.num_layers),
+        "block_size": block_size,
+        "mask_token": published.required("mask_token_id"),
+        "from_anchor": _from_anchor(published, block_size),
+        "windows": windows,
+        "causal": _causal(published, windows),
+        "markov_rank": rank,
+        "markov_kind": kind,
+        "owns_mask": "mask_embedding" in published.names,
+        "embedding_scale": float(value("input_embedding_scale") or 1.0),
+        "logit_scale": float(value("output_multiplier") or 1.0),
+        "logit_cap": float(value("final_logit_softcapping") or 0.0),
+    }
+
+
+def _target_layers(published: Published, num_layers: int) -> tuple[int, ...]:
+    value = published.value
+    if published.speculators and value("aux_hidden_state_layer_ids"):
+        # These numbers count the inputs of layers, not their outputs.
+        return tuple(i - 1 for i in value("aux_hidden_state_layer_ids"))
+    if value("target_layer_ids") is None and value("num_target_layers"):
+        return spread_layers(value("num_target_layers"), num_layers)
+    return tuple(published.required("target_layer_ids"))
+
+
+def _from_anchor(published: Published, block_size: int) -> bool:
+    """Whether the anchor's slot predicts the first token.
+
+    What the configuration says decides. Speculators' older ones say how many tokens a
+    block proposes instead. All heads of DSpark's own format predict from the anchor,
+    also those whose rank is 0.
+    """
+    said = published.value("sample_from_anchor", "query_zero_predicts_next")
+    if said is not None:
+        return bool(said)
+    if not published.speculators:
+        return "DSpark" in published.architecture
+    methods = (published.config.get("speculators_config") or {}).get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    width = first.get("speculative_tokens") if isinstance(first, dict) else None
+    return bool(width == block_size)
+
+
+def _markov(published: Published) -> tuple[int, str]:
+    """Rank and kind of the Markov head; the rank is 0 if there is none."""
+    if "markov_head.markov_w1.weight" not in published.names:
+        return 0, "vanilla"
+    kind = str(published.value("markov_head_type") or "vanilla").lower()
+    if kind not in MARKOV_HEADS:
+        raise UnsupportedModelError(
+            f"{published.source} has a Markov head of kind {quoted(kind)}: "
+            f"{', '.join(MARKOV_HEADS)} are supported"
+        )
+    rank = published.value("markov_rank")
+    if not rank:
+        raise DataError("markov_rank is missing")
+    return int(rank), kind
+
+
+def _windows(published: Published, num_layers: int) -> tuple[int | None, ...]:
+    layers = published.layers
+    types = layers.get("layer_types") or ["full_attention"] * num_layers
+    if len(types) != num_layers:
+        raise DataError(f"layer_types has {len(types)} values, not {num_layers}")
+    sliding = [kind == "sliding_attention" for kind in types]
+    if published.value("use_swa") and not any(sliding):
+        sliding = [True] * num_layers
+    window = published.value("swa_window_size") or layers.get("sliding_window")
+    if any(sliding) and not window:
+        raise DataError("sliding_window is missing")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _causal(published: Published, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    said = published.value("is_causal", "causal", "dflash_query_causal")
+    if published.speculators and said is None:
+        said = not published.config.get("sliding_window_non_causal", True)
+        # Layers without a window are never causal.
+        return tuple(said and window is not None for window in windows)
+    if said is None:
+        return tuple(window is not None for window in windows)
+    return (bool(said),) * len(windows)

@@ -6,14 +6,36 @@ The layers' output is the feature of the next pair until the target's is known.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import EagleConfig
+from .config import HeadConfig, Published
 from .head import DraftHead
 from .layers import HeadLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """A head that proposes token after token: EAGLE-3 and 3.1.
+
+    Args:
+        norm_before_residual: whether the residual is the normed feature.
+        norm_before_fc: whether one norm of all features precedes their projection.
+        fc_norm: whether a norm of each feature precedes their projection.
+        norm_output: whether the output is normed before it is fed back.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def make(self) -> DraftHead:
+        """An EAGLE-3 head."""
+        return EagleHead(self)
 
 
 class EagleHead(DraftHead):
@@ -85,3 +107,34 @@ class EagleHead(DraftHead):
         size = self.args.sizes.hidden_size
         feature = mx.zeros((*inputs.shape, size), self.norm.weight.dtype)
         return self.as_target(self.predict(self.step(inputs, feature, cache)))
+
+
+def eagle_config(published: Published) -> EagleConfig:
+    """The configuration of an EAGLE-3 head.
+
+    Raises:
+        UnsupportedModelError: it has a part that is not supported.
+        DataError: a value is missing or invalid.
+    """
+    return EagleConfig(kind="EAGLE-3", **eagle_values(published))
+
+
+def eagle_values(published: Published) -> dict[str, Any]:
+    """The arguments of :class:`EagleConfig`, but the kind."""
+    value = published.value
+    # SpecForge counts the outputs of layers, vLLM their inputs. Both use the same
+    # fields, and conversions keep the numbers. Heads read the output of layer 1 first,
+    # so a list that begins with 1 counts outputs; SGLang uses the same test. Without a
+    # list, the target's depth decides.
+    ids = value("eagle_aux_hidden_state_layer_ids") or ()
+    options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return {
+        **published.common(published.sizes()),
+        "target_layers": tuple(ids if ids[:1] == [1] else (i - 1 for i in ids)),
+        **{name: bool(value(name)) for name in options},
+    }
+
+
+def default_eagle_layers(num_target_layers: int) -> tuple[int, ...]:
+    """Layers of a target that an EAGLE-3 head reads if its configuration names none."""
+    return 1, num_target_layers // 2 - 1, num_target_layers - 4

@@ -44,6 +44,10 @@ class DraftHead(nn.Module):
         """Use the target's embedding and output head where the head has none."""
         vars(self)["_ends"] = ends
 
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Published arrays, in the form that the head computes with."""
+        return weights
+
     def take_offsets(self, offsets: mx.array, vocab_size: int) -> None:
         """Note which tokens of the target the head can propose.
 
@@ -78,10 +82,15 @@ class DraftHead(nn.Module):
         """One of mlx-lm's caches for each layer."""
         return [KVCache() if w is None else RotatingKVCache(w) for w in self.windows]
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Embeddings (B, S, D) of the target's tokens (B, S)."""
+    def embed(self, tokens: mx.array, *, raw: bool = False) -> mx.array:
+        """Embeddings (B, S, D) of the target's tokens (B, S).
+
+        Args:
+            raw: without what the target does to a row of its embedding before its
+                first layer, such as Gemma's factor.
+        """
         if "embed_tokens" not in self:
-            return self.ends.embed(tokens)
+            return self.ends.rows(tokens) if raw else self.ends.embed(tokens)
         embedded: mx.array = self.embed_tokens(tokens)
         return embedded
 

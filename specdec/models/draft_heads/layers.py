@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -33,12 +34,16 @@ class HeadAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_heads * size, bias=sizes.bias)
         self.v_proj = nn.Linear(input_size, kv_heads * size, bias=sizes.bias)
         self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=False)
+        if sizes.gated:
+            self.g_proj = nn.Linear(input_size, heads * size, bias=False)
+        if sizes.sinks:
+            self.attention_sink_bias = mx.zeros((heads,))
         if sizes.qk_norm:
             self.q_norm = nn.RMSNorm(size, eps=sizes.rms_norm_eps)
             self.k_norm = nn.RMSNorm(size, eps=sizes.rms_norm_eps)
         scaling = None if sizes.rope_scaling is None else dict(sizes.rope_scaling)
         self.rope: Any = initialize_rope(
-            size,
+            sizes.rope_dims or size,
             sizes.rope_theta,
             bool(sizes.rope_traditional),
             scaling,
@@ -64,23 +69,38 @@ class HeadAttention(nn.Module):
         return self.rope(k, offset=offset), v
 
     def attend(
-        self, q: mx.array, keys: Any, values: Any, mask: Any, cache: Any = None
+        self,
+        x: mx.array,
+        q: mx.array,
+        keys: Any,
+        values: Any,
+        mask: Any,
+        cache: Any = None,
     ) -> mx.array:
         """The projected output (B, S, D) of attention for queries (B, H, S, d).
 
         Args:
+            x: what the queries were made from.
             keys, values: of all tokens that may be seen, as a cache returns them.
             mask: boolean or additive, broadcast to (B, H, S, T); ``"causal"``; or
                 ``None``: everything is seen.
             cache: the cache that returned them.
         """
-        found = scaled_dot_product_attention(
-            q, keys, values, cache=cache, scale=self.scale, mask=mask
+        sinks = self.get("attention_sink_bias")
+        mixed = scaled_dot_product_attention(
+            q,
+            keys,
+            values,
+            cache=cache,
+            scale=self.scale,
+            mask=mask,
+            sinks=None if sinks is None else sinks.astype(q.dtype),
         )
-        rows, _, width, _ = found.shape
-        out: mx.array = self.o_proj(
-            found.transpose(0, 2, 1, 3).reshape(rows, width, -1)
-        )
+        rows, _, width, _ = mixed.shape
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(rows, width, -1)
+        if "g_proj" in self:
+            mixed = mixed * mx.sigmoid(self.g_proj(x)).reshape(mixed.shape)
+        out: mx.array = self.o_proj(mixed)
         return out
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
@@ -88,7 +108,7 @@ class HeadAttention(nn.Module):
         offset = cache.offset
         q = self.queries(x, offset)
         keys, values = cache.update_and_fetch(*self.keys_values(x, offset))
-        return self.attend(q, keys, values, mask, cache)
+        return self.attend(x, q, keys, values, mask, cache)
 
     @staticmethod
     def _heads(x: mx.array, num_heads: int) -> mx.array:
@@ -117,12 +137,14 @@ class HeadLayer(nn.Module):
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The layer's output for ``x`` (B, S, D), which is written to the cache."""
-        return self.after_attention(
-            x, self.self_attn(self.input_layernorm(x), mask, cache)
-        )
+        return self.around(x, lambda normed: self.self_attn(normed, mask, cache))
 
-    def after_attention(self, residual: mx.array, found: mx.array) -> mx.array:
+    def around(self, x: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
+        """The layer's output for ``x``, with ``attend`` as its attention."""
+        return self.after_attention(x, attend(self.input_layernorm(x)))
+
+    def after_attention(self, residual: mx.array, mixed: mx.array) -> mx.array:
         """The rest of the layer, from the output of attention on."""
-        h = residual + found
+        h = residual + mixed
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
         return out

@@ -19,27 +19,23 @@ from ..folder import check_files, check_sizes
 from ..loaded import Described, LoadedModel
 from ..precision import cast
 from ..trunk import TargetEnds
-from .block import BlockHead
-from .config import (
-    BlockConfig,
-    EagleConfig,
-    HeadConfig,
-    default_eagle_layers,
-    head_config,
-    is_head,
-)
-from .eagle import EagleHead
+from .block import BlockConfig
+from .config import HeadConfig
+from .eagle import EagleConfig, default_eagle_layers
 from .head import DraftHead
+from .kinds import head_config, is_head
 
 # Arrays that only training needs, that can be computed, or that are not used.
 _LEFT_OUT = re.compile(
     r"^(t2d|verifier_.*|mask_hidden|confidence_head\..*|.*rotary_emb\.inv_freq)$"
 )
 _RENAMED = (
-    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(model|logit_head)\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^draft_id_to_target_id$"), "d2t"),
-    (re.compile(r"^mask_embedding\.weight$"), "mask_embedding"),
+    (re.compile(r"^(mask_embedding|.*_codebook)\.weight$"), r"\1"),
+    (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
 )
 
 
@@ -64,8 +60,11 @@ def read_head_config(folder: Path) -> dict[str, Any] | None:
         )
     if (folder / "mask_embedding.pt").exists():
         raise ModelError(
-            f"{folder} has a mask_embedding.pt, and such files can hold code: put it "
-            "into the .safetensors file, as mask_embedding"
+            f"{folder} has a mask_embedding.pt, and such files can hold code: convert "
+            "it with PyTorch in that folder, and remove it: "
+            "from safetensors.torch import save_file; "
+            "save_file({'mask_embedding': torch.load('mask_embedding.pt', "
+            "weights_only=True)}, 'mask_embedding.safetensors')"
         )
     return config
 
@@ -114,7 +113,7 @@ def open_head(
     head.bind(ends)
     if found.draft_vocab_size < found.vocab_size:
         _take_offsets(head, offsets, source)
-    fill(head, weights, config.get("quantization"), source)
+    fill(head, head.sanitize(weights), config.get("quantization"), source)
     head.eval()
     return head
 
@@ -126,16 +125,14 @@ def make_head(config: HeadConfig) -> DraftHead:
         UnsupportedModelError: its rotary embedding is of a kind that mlx-lm does not
             have.
     """
-    kinds: Any = {BlockConfig: BlockHead, EagleConfig: EagleHead}
     try:
-        made: DraftHead = kinds[type(config)](config)
+        return config.make()
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         scaling = config.sizes.rope_scaling
         raise UnsupportedModelError(
             f"a {config.kind} head with the rotary embedding {shorten(scaling)} is not "
             f"supported ({shorten(error)})"
         ) from error
-    return made
 
 
 def ready(
@@ -205,6 +202,8 @@ def _fitted(
             "name the target that it was made for"
         )
 
+    if not config.vocab_size:
+        config = replace(config, vocab_size=vocab_size, draft_vocab_size=vocab_size)
     if config.num_target_layers not in (None, layers):
         raise refuse(f"of {config.num_target_layers} layers", f"{layers}")
     if isinstance(config, EagleConfig) and not config.target_layers:
@@ -219,11 +218,10 @@ def _fitted(
             raise refuse(f"of width {wanted}", f"{width}")
     if config.vocab_size != vocab_size:
         raise refuse(f"of {config.vocab_size} logits", f"{vocab_size}")
+    mask = config.mask_token
+    if mask is not None and not 0 <= mask < vocab_size:
+        raise refuse(f"whose token {mask} masks", f"{vocab_size} tokens")
     if isinstance(config, BlockConfig):
-        if not 0 <= config.mask_token < vocab_size:
-            raise refuse(
-                f"whose token {config.mask_token} masks", f"{vocab_size} tokens"
-            )
         if config.sizes.rope_traditional is None:
             sizes = replace(config.sizes, rope_traditional=turns_pairs(target.model))
             config = replace(config, sizes=sizes)

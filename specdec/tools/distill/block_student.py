@@ -23,7 +23,9 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...models.draft_heads import BlockConfig, BlockHead
-from ...models.draft_heads.config import head_config, spread_layers
+from ...models.draft_heads.config import spread_layers
+from ...models.draft_heads.kinds import head_config
+from ...models.draft_heads.layers import HeadAttention
 from ...models.draft_heads.loading import make_head
 from ...models.hidden_states import HiddenStates, record_layers
 from ...models.layers import (
@@ -159,16 +161,19 @@ def block_states(
     offsets = anchors.reshape(-1)
     mask = seen_by_blocks(anchors, width, features.shape[1])
     context, x = head.context(features), block
-    for layer in head.layers:
-        attention, normed = layer.self_attn, layer.input_layernorm(x)
+
+    def attend(attention: HeadAttention, normed: mx.array) -> mx.array:
         queries = side_by_side(attention.queries(normed, offsets))
         own = map(side_by_side, attention.keys_values(normed, offsets))
         keys, values = (
             mx.concatenate(list(pair), axis=2)
             for pair in zip(attention.keys_values(context, 0), own, strict=True)
         )
-        found = attention.attend(queries, keys, values, mask)
-        x = layer.after_attention(x, found.reshape(x.shape))
+        mixed = attention.attend(normed, queries, keys, values, mask)
+        return mixed.reshape(normed.shape)
+
+    for layer in head.layers:
+        x = layer.around(x, partial(attend, layer.self_attn))
     states: mx.array = head.norm(x)
     return states
 

@@ -69,6 +69,32 @@ def dspark_config(**changes: Any) -> dict[str, Any]:
     }
 
 
+#: Of DFlash 2: kernel, group, rank and candidates; small, so that each matters.
+SELECTS = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 4,
+    "selector_rank": 5,
+    "selector_top_k": 7,
+}
+
+
+def dflash2_config(**changes: Any) -> dict[str, Any]:
+    """As z-lab's and Inco's are."""
+    more = {
+        "block_size": 6,
+        **SELECTS,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 3.0,
+    }
+    return dflash_config(
+        architectures=["DFlash2DraftModel"],
+        is_causal=False,
+        block_size=None,
+        dflash=more | changes.pop("dflash", {}),
+        **changes,
+    )
+
+
 def eagle_config(**changes: Any) -> dict[str, Any]:
     """As SafeAILab's are."""
     return {
@@ -86,13 +112,21 @@ def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
     layers = {"layer_types": ["full_attention"] * 2, **SIZES}
     layers |= changes.pop("layers", {})
     own: dict[str, Any] = {"draft_vocab_size": len(SOME_TOKENS)}
+    if kind == "dflash2":
+        del own["draft_vocab_size"]
+        own |= SELECTS
     if kind == "eagle3":
         layers["num_hidden_layers"] = 1
         own["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in READS]
     else:
         own["aux_hidden_state_layer_ids"] = [i + 1 for i in READS]
         own |= {"mask_token_id": 94, "block_size": 6}
-    names = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}
+    names = {
+        "eagle3": "Eagle3",
+        "dflash": "DFlash",
+        "dflash2": "DFlash2",
+        "dspark": "DSpark",
+    }
     return {
         "architectures": [f"{names[kind]}DraftModel"],
         "speculators_model_type": kind,
@@ -150,6 +184,24 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
     if rank := config.get("markov_rank"):
         shapes["markov_head.markov_w1.weight"] = (vocab_size, rank)
         shapes["markov_head.markov_w2.weight"] = (some or vocab_size, rank)
+        if config.get("markov_head_type") == "gated":
+            shapes["markov_head.gate_proj.weight"] = (rank, size + rank)
+            shapes["markov_head.gate_proj.bias"] = (rank,)
+        if config.get("markov_head_type") == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + size)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    more = {**config, **config.get("dflash_config", {})}
+    if taps := more.get("conv_kernel_size"):
+        numbers = 2 * taps * size // more["conv_group_size"]
+        for i in range(layers["num_hidden_layers"]):
+            for part in ("attention_conv", "mlp_conv"):
+                at = f"layers.{i}.{part}."
+                shapes[at + "base_kernel"] = (2, taps, size)
+                shapes[at + "kernel_projection.weight"] = (numbers, size)
+        rank = more["selector_rank"]
+        shapes["candidate_selector.predecessor_codebook"] = (vocab_size, rank)
+        shapes["candidate_selector.successor_codebook"] = (vocab_size, rank)
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, size)
     if config.get("enable_confidence_head"):
         both = config.get("confidence_head_with_markov")
         width = size + (config["markov_rank"] if both else 0)
@@ -234,6 +286,80 @@ def heads(
     return out if kind == "v" else turned(out, positions, **how)
 
 
+def convolved(
+    y: Array, x: Array, w: dict[str, Array], at: str, side: int, group: int
+) -> Array:
+    """The causal convolution of y (b, D), whose taps are made from x, slot by slot."""
+    base = w[at + "base_kernel"][side]
+    taps, size = base.shape
+    numbers = x @ w[at + "kernel_projection.weight"].T
+    numbers = numbers.reshape(len(x), 2, taps, size // group)
+    out = np.zeros_like(y)
+    for i in range(len(y)):
+        for t in range(min(taps, i + 1)):
+            for channel in range(size):
+                tap = base[t, channel] + numbers[i, side, t, channel // group]
+                out[i, channel] += tap * y[i - t, channel]
+    return out
+
+
+def markov_bias(
+    w: dict[str, Array], before: int, h: Array, state: Array | None
+) -> tuple[Array, Array | None]:
+    """The bias of a slot's logits, and the state for the next slot."""
+    at = "markov_head."
+    e = w[at + "markov_w1.weight"][before]
+    if at + "gate_proj.weight" in w:
+        gate = np.concatenate([h, e]) @ w[at + "gate_proj.weight"].T
+        e = e / (1 + np.exp(-gate - w[at + "gate_proj.bias"]))
+    if at + "joint_proj.weight" in w:
+        s = np.zeros_like(e) if state is None else state
+        z = np.concatenate([s, e, h]) @ w[at + "joint_proj.weight"].T
+        gate, candidate, out = np.split(z + w[at + "joint_proj.bias"], 3)
+        gate = 1 / (1 + np.exp(-gate))
+        state, e = gate * s + (1 - gate) * np.tanh(candidate), np.tanh(out)
+    bias: Array = e @ w[at + "markov_w2.weight"].T
+    return bias, state
+
+
+def selected(
+    w: dict[str, Array], logits: Array, h: Array, before: int, count: int
+) -> Array:
+    """Logits of a slot's candidates; all other tokens have minus infinity."""
+    at = "candidate_selector."
+    out = np.full(len(logits), -np.inf)
+    first = w[at + "predecessor_codebook"][before]
+    first = first * (w[at + "hidden_projection.weight"] @ h)
+    for c in np.argsort(-logits)[:count]:
+        out[c] = logits[c] + first @ w[at + "successor_codebook"][c]
+    return out
+
+
+def walk(
+    w: dict[str, Array], states: Array, logits: Array, anchor: int, chosen: Any
+) -> list[Array]:
+    """Logits of each slot of a row, given what is chosen.
+
+    Args:
+        logits: of the head's own tokens, shape (k, V).
+        chosen: chooses a token from logits.
+    """
+    before, state, found = anchor, None, []
+    for h, each in zip(states, logits, strict=True):
+        if "markov_head.markov_w1.weight" in w:
+            bias, state = markov_bias(w, before, h, state)
+            each = each + bias
+        if "candidate_selector.predecessor_codebook" in w:
+            each = selected(w, each, h, before, SELECTS["selector_top_k"])
+        if "d2t" in w:
+            every = np.full(VOCAB, -np.inf)
+            every[np.arange(len(each)) + w["d2t"]] = each
+            each = every
+        found.append(each)
+        before = chosen(each)
+    return found
+
+
 def block_states(
     w: dict[str, Array],
     features: Array,
@@ -250,7 +376,11 @@ def block_states(
     x = block
     for i, (window, only_before) in enumerate(zip(windows, causal, strict=True)):
         at = f"layers.{i}."
-        own = norm(x, w[at + "input_layernorm.weight"])
+        normed = own = norm(x, w[at + "input_layernorm.weight"])
+        convolves = at + "attention_conv.base_kernel" in w
+        group = SELECTS["conv_group_size"]
+        if convolves:
+            own = convolved(normed, normed, w, at + "attention_conv.", 0, group)
         q = heads(own, w, at, "q", here, pairs=pairs)
         k, v = (
             np.concatenate(
@@ -266,8 +396,17 @@ def block_states(
             seen[:, :n] = here[:, None] - before < window
         if only_before:
             seen[:, n:] = here <= here[:, None]
-        x = x + attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
-        x = x + mlp(norm(x, w[at + "post_attention_layernorm.weight"]), w, at)
+        mixed = attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
+        if convolves:
+            mixed = convolved(mixed, normed, w, at + "attention_conv.", 1, group)
+        x = x + mixed
+        normed = own = norm(x, w[at + "post_attention_layernorm.weight"])
+        if convolves:
+            own = convolved(normed, normed, w, at + "mlp_conv.", 0, group)
+        mixed = mlp(own, w, at)
+        if convolves:
+            mixed = convolved(mixed, normed, w, at + "mlp_conv.", 1, group)
+        x = x + mixed
     return norm(x, w["norm.weight"])
 
 

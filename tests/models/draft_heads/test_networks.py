@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -19,12 +20,13 @@ from specdec.cuda.fused_linear import JoinedLinear, join_products
 from specdec.errors import ModelError, UnsupportedModelError
 from specdec.models import LoadedModel, load_draft, loading, model_outline
 from specdec.models.draft_heads import BlockConfig, BlockHead, EagleHead, load_head
-from specdec.models.draft_heads.config import head_config, spread_layers
+from specdec.models.draft_heads.config import spread_layers
+from specdec.models.draft_heads.kinds import head_config
 from specdec.models.draft_heads.loading import make_head, read_head_config
 
 from ..gguf_files import random_model, write_model
 from . import published
-from .published import LAYERS, READS, SOME_TOKENS, VOCAB, WIDTH, write_head
+from .published import LAYERS, READS, SELECTS, VOCAB, WIDTH, write_head
 
 # Context entries of three rows, and how they come: chunk after chunk.
 LENGTHS, CHUNK = (5, 1, 23), 8
@@ -60,6 +62,19 @@ BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+BLOCKS |= {
+    "dspark gated": (published.dspark_config(markov_head_type="gated"), {}),
+    "dspark rnn": (published.dspark_config(markov_head_type="rnn"), {}),
+    "dspark of rank 0": (published.dspark_config(markov_rank=0), {}),
+    "dflash2": (published.dflash2_config(), {}),
+    "dflash2 sliding": (
+        published.dflash2_config(**SLIDING), {"windows": (7, None)}
+    ),
+    "dflash2 of three taps": (
+        published.dflash2_config(dflash={"conv_kernel_size": 3}), {}
+    ),
+    "speculators dflash2": (published.speculators_config("dflash2"), {}),
+}  # fmt: skip
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle3": published.eagle_config(),
     "eagle3.1": published.eagle_config(
@@ -115,13 +130,17 @@ def after_context(head: Any, following: Any = None, **options: Any) -> tuple[Any
     return caches, last
 
 
+def argmax(logits: Any) -> int:
+    return int(logits.argmax())
+
+
 def check_block(
     head: BlockHead,
     weights: dict[str, Any],
     how: dict[str, Any],
     target: LoadedModel,
     *,
-    close: bool = True,
+    config: Mapping[str, Any] = MappingProxyType({}),
     mask_token: int | None = None,
 ) -> None:
     model: Any = target.model
@@ -130,21 +149,26 @@ def check_block(
     mask = head.args.mask_token if mask_token is None else mask_token
     caches, _ = after_context(head)
     states = head.states(head.inputs(anchors, width), caches)
-    logits = np.array(head.as_target(head.logits(states)))
+    after = head.walk(states, anchors)
+    proposed, found = list[mx.array](), list[mx.array]()
+    for _ in range(width):
+        found.append(after(proposed))
+        proposed.append(mx.argmax(found[-1], axis=-1))
+    logits = np.array(mx.concatenate(found, axis=1))
+    logits[logits < -1000] = -np.inf
     embedding = np.array(model.model.embed_tokens.weight)
     assert caches[0].offset.tolist() == [n + width for n in LENGTHS]
     for i, n in enumerate(LENGTHS):
         block = embedding[[int(anchors[i, 0]), *[mask] * (width - 1)]]
         expected = published.block_states(weights, features_of(n), block, **how)
-        same = np.allclose(np.array(states[i]), expected, atol=2e-4)
-        assert same == close, (i, np.abs(np.array(states[i]) - expected).max())
-        if close:
-            wanted = np.full((width, VOCAB), -np.inf)
-            if "lm_head.weight" in weights:
-                wanted[:, SOME_TOKENS] = expected @ weights["lm_head.weight"].T
-            else:
-                wanted = expected @ np.array(model.lm_head.weight).T
-            assert np.allclose(logits[i], wanted, atol=1e-3)
+        assert np.allclose(np.array(states[i]), expected, atol=2e-4)
+        own = weights.get("lm_head.weight", np.array(model.lm_head.weight))
+        dflash = config.get("dflash_config", {})
+        plain = (expected @ own.T) * dflash.get("output_multiplier", 1.0)
+        if cap := dflash.get("final_logit_softcapping"):
+            plain = cap * np.tanh(plain / cap)
+        wanted = published.walk(weights, expected, plain, int(anchors[i, 0]), argmax)
+        assert np.allclose(logits[i], np.array(wanted), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -152,7 +176,7 @@ def test_blocks(name: str, lender: LoadedModel, tmp_path: Path) -> None:
     """Each part of the forward, masks and positions of rows of different lengths."""
     config, how = BLOCKS[name]
     head, weights = loaded(tmp_path, config, lender)
-    check_block(head, weights, how, lender)
+    check_block(head, weights, how, lender, config=config)
     anchored = "dspark" in name or name == "pairs"
     assert head.args.from_anchor == anchored
     assert head.args.target_layers == READS
@@ -183,16 +207,9 @@ def test_products_of_a_head_are_joined(lender: LoadedModel, tmp_path: Path) -> N
     assert not any(product._wasted for product, _ in found)
 
 
-def test_the_markov_head_of_dspark(lender: LoadedModel, tmp_path: Path) -> None:
-    """Bias by the token before; the confidence head beside it is left out."""
+def test_the_confidence_head_is_left_out(lender: LoadedModel, tmp_path: Path) -> None:
+    """Nothing reads it, and it would be refused as an unknown array."""
     head, w = loaded(tmp_path, published.dspark_config(), lender)
-    before = head.before(mx.array([[7], [90]]))
-    assert np.allclose(
-        head.bias(before)[:, 0],
-        w["markov_head.markov_w1.weight"][[7, 90]]
-        @ w["markov_head.markov_w2.weight"].T,
-        atol=1e-4,
-    )
     assert "confidence_head.proj.weight" in w
     assert "confidence_head" not in head
 
@@ -219,17 +236,81 @@ def no_key_norm(head: Any) -> None:
         layer.self_attn.pop("k_norm")
 
 
-FAULTS = (turn_pairs, other_mask, norm_first, causal, no_key_norm)
+def other_groups(head: Any) -> None:
+    for layer in head.layers:
+        for part in (layer.attention_conv, layer.mlp_conv):
+            w = part.kernel_projection.weight
+            w = w.reshape(2, -1, SELECTS["conv_group_size"], 2, WIDTH)
+            part.kernel_projection.weight = w.swapaxes(2, 3).reshape(-1, WIDTH)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+def taps_of_the_output(head: Any) -> None:
+    for layer in head.layers:
+        part = layer.mlp_conv
+        part.base_kernel = part.base_kernel[::-1]
+
+
+def sees_the_next_slot(head: Any) -> None:
+    for layer in head.layers:
+        part = layer.attention_conv
+        part.base_kernel = part.base_kernel[:, ::-1]
+
+
+def swapped_codebooks(head: Any) -> None:
+    part = head.candidate_selector
+    part.predecessor_codebook, part.successor_codebook = (
+        part.successor_codebook, part.predecessor_codebook,
+    )  # fmt: skip
+
+
+def no_cap(head: Any) -> None:
+    head.args = replace(head.args, logit_cap=0.0)
+
+
+def fewer_candidates(head: Any) -> None:
+    head.candidate_selector._count = 3
+
+
+def swapped_gate_inputs(head: Any) -> None:
+    part = next(
+        head.markov_head[n]
+        for n in ("gate_proj", "joint_proj")
+        if n in head.markov_head
+    )
+    part.weight = mx.roll(part.weight, 6, 1)
+
+
+def forgets(head: Any) -> None:
+    usual = head.markov_head._mixed
+    head.markov_head._mixed = lambda e, h, carried: usual(e, h, None)
+
+
+FAULTS = (
+    *(("dflash", f) for f in (turn_pairs, other_mask, norm_first, causal, no_key_norm)),
+    *(
+        ("dflash2", f)
+        for f in (
+            other_groups, taps_of_the_output, sees_the_next_slot, swapped_codebooks,
+            no_cap, fewer_candidates,
+        )
+    ),
+    ("dspark gated", swapped_gate_inputs),
+    ("dspark rnn", swapped_gate_inputs),
+    ("dspark rnn", forgets),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
 def test_what_is_wrong_is_seen(
-    fault: Callable[[Any], None], lender: LoadedModel, tmp_path: Path
+    name: str, fault: Callable[[Any], None], lender: LoadedModel, tmp_path: Path
 ) -> None:
     """The comparison above notices each of these."""
-    head, weights = loaded(tmp_path, published.dflash_config(), lender)
+    config, _ = BLOCKS[name]
+    head, weights = loaded(tmp_path, config, lender)
+    mask = head.args.mask_token
     fault(head)
-    check_block(head, weights, {}, lender, close=False, mask_token=96)
+    with pytest.raises(AssertionError):
+        check_block(head, weights, {}, lender, config=config, mask_token=mask)
 
 
 @pytest.mark.parametrize("name", EAGLES)
@@ -316,16 +397,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "whose token 97 masks, and the target has 97 tokens",
     ),
     "another kind": (
-        published.dflash_config(architectures=["DFlash2DraftModel"]),
-        "kind 'DFlash2DraftModel', which is not supported",
+        published.dflash_config(architectures=["DominoDraftModel"]),
+        "kind 'DominoDraftModel', which is not supported: a recurrent network",
     ),
     "another speculator": (
         {**published.speculators_config("dflash"), "speculators_model_type": "hydra"},
         "kind 'hydra', which is not supported",
     ),
     "markov": (
-        published.dspark_config(markov_head_type="rnn"),
-        "Markov head of kind 'rnn'",
+        published.dspark_config(markov_head_type="odd"),
+        "Markov head of kind 'odd'",
     ),
     "activation": (published.dflash_config(hidden_act="gelu"), "activation 'gelu'"),
     "rope": (
@@ -346,6 +427,67 @@ def test_what_does_not_fit_is_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_a_selector_of_nothing_is_dflash(lender: LoadedModel, tmp_path: Path) -> None:
+    """Zero codebooks and convolutions that pass their input on change nothing.
+
+    Training begins like this: a head that differs from DFlash then reads other inputs.
+    """
+    config = published.dflash2_config()
+    weights = write_head(tmp_path / "2", config)
+    for name, array in weights.items():
+        if name.endswith(("codebook", "kernel_projection.weight")):
+            array[:] = 0
+        if name.endswith("base_kernel"):
+            array[:] = 0
+            array[:, 0] = 1
+    new = ("candidate_selector", ".attention_conv.", ".mlp_conv.")
+    plain = {n: a for n, a in weights.items() if not any(part in n for part in new)}
+    config_1 = published.dflash_config(dflash=config["dflash_config"], is_causal=False)
+    logits = []
+    for path, arrays, described in (
+        (tmp_path / "2", weights, config),
+        (tmp_path / "1", plain, config_1 | {"block_size": None}),
+    ):
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(described), "utf-8")
+        stored = {name: mx.array(array) for name, array in arrays.items()}
+        mx.save_safetensors(str(path / "model.safetensors"), stored)
+        head: Any = load_head(path, described, "the draft", lender).model
+        caches, _ = after_context(head)
+        states = head.states(head.inputs(mx.array([[3], [50], [77]]), 5), caches)
+        logits.append(np.array(head.logits(states)))
+        walked = head.walk(states, mx.array([[3], [50], [77]]))([])
+        assert (np.array(walked)[:, 0].argmax(-1) == logits[0][:, 0].argmax(-1)).all()
+    assert (logits[0] == logits[1]).all()
+
+
+def test_the_rows_of_an_embedding_are_read_as_they_are(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """DFlash 2 has a factor of its own in place of Gemma's; DFlash takes Gemma's.
+
+    With both factors hardly anything is accepted.
+    """
+    model = tiny_model("gemma2", num_hidden_layers=LAYERS)
+    target = LoadedModel(model, None, {}, "the target")  # type: ignore[arg-type]
+    scale = {"input_embedding_scale": 3.0}
+    tokens = mx.array([[3, 96, 96]])
+    stored, inputs = model.model.embed_tokens.weight[tokens], list[mx.array]()
+
+    def noted(x: mx.array, attend: Any) -> mx.array:
+        inputs.append(x)
+        return x
+
+    for i, config in enumerate(
+        (published.dflash2_config(dflash=scale), published.dflash_config(dflash=scale))
+    ):
+        head, _ = loaded(tmp_path / str(i), config, target)
+        head.layers[0].around = noted
+        head.states(tokens, after_context(head)[0])
+    assert mx.allclose(inputs[0], stored * 3)
+    assert mx.allclose(inputs[1], stored * 3 * WIDTH**0.5)
+
+
 def test_what_is_damaged_is_named(lender: LoadedModel, tmp_path: Path) -> None:
     config = published.dflash_config()
     cases = {
@@ -356,6 +498,11 @@ def test_what_is_damaged_is_named(lender: LoadedModel, tmp_path: Path) -> None:
         "block_size is 1: it must": published.dflash_config(block_size=1),
         "num_attention_heads is 0": published.dflash_config(num_attention_heads=0),
         "3, which does not divide": published.dflash_config(num_key_value_heads=3),
+        "conv_group_size is 5": published.dflash2_config(dflash={"conv_group_size": 5}),
+        "selector_top_k is 98": published.dflash2_config(dflash={"selector_top_k": 98}),
+        "selector_rank is missing": published.dflash2_config(
+            dflash={"selector_rank": None}
+        ),
         "hidden_size is missing": {"architectures": ["DFlashDraftModel"]},
         "layers.1.*is not known": {
             **config, "num_hidden_layers": 1, "layer_types": None,

@@ -1,0 +1,95 @@
+"""The kinds of draft heads, and how each is recognized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from ...errors import ModelError, UnsupportedModelError
+from ...utils.data_files import DataError
+from ...utils.printable import quoted
+from .block import block_config
+from .config import HeadConfig, Published
+from .dflash2 import dflash2_config
+from .eagle import eagle_config
+
+#: What reads the configuration of a kind, by the first of ``architectures``, or by
+#: ``speculators_model_type`` in speculators' format.
+KINDS: dict[str, Callable[[Published], HeadConfig]] = {
+    "DFlashDraftModel": block_config,
+    "dflash": block_config,
+    "DFlash2DraftModel": dflash2_config,
+    "dflash2": dflash2_config,
+    "Qwen3DSparkModel": block_config,
+    "DSparkDraftModel": block_config,
+    "Lfm2DSparkDraftModel": block_config,
+    "dspark": block_config,
+    "LlamaForCausalLMEagle3": eagle_config,
+    "Eagle3LlamaForCausalLM": eagle_config,
+    "Eagle3Speculator": eagle_config,
+    "eagle3": eagle_config,
+}
+# Words in the names of kinds that are not supported, and why not.
+_UNKNOWN = "what it computes could not be compared with a reference"
+_TREES = "it proposes trees of tokens, and rounds here verify one sequence a row"
+_REFUSED = {
+    "domino": "a recurrent network reads each token of its block before the next",
+    "xpress": "a second network rewrites its block until nothing changes",
+    "jetspec": _TREES,
+    "medusa": _TREES,
+    "hydra": _TREES,
+    "dfly": _UNKNOWN,
+    "lilicorr": _UNKNOWN,
+    "dflare": _UNKNOWN,
+    "eagle": "of EAGLE's versions, 3 and 3.1 are supported",
+}
+# Words in the names of all kinds of heads.
+_WORDS = ("dflash", "dspark", "mtp", *_REFUSED)
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """The name of a head's kind; of a model's configuration, its architecture."""
+    named = config.get("speculators_model_type")
+    if named is None:
+        listed = config.get("architectures")
+        named = listed[0] if isinstance(listed, list) and listed else ""
+    return str(named)
+
+
+def is_head(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration describes a draft head, not a whole model.
+
+    Heads of kinds that are not supported count: :func:`head_config` refuses them.
+    """
+    kind = kind_of(config)
+    return kind in KINDS or any(word in kind.lower() for word in _WORDS)
+
+
+def head_config(
+    config: Mapping[str, Any], names: Collection[str], source: str
+) -> HeadConfig:
+    """Parse a draft head's configuration.
+
+    Args:
+        config: as in ``config.json``.
+        names: the arrays stored with it, or their names, as
+            :func:`.loading.canonical` returns them.
+        source: for messages.
+
+    Raises:
+        UnsupportedModelError: the head is of a kind that is not supported.
+        ModelError: a value is missing or invalid.
+    """
+    kind = kind_of(config)
+    if kind not in KINDS:
+        why = next((_REFUSED[word] for word in _REFUSED if word in kind.lower()), None)
+        raise UnsupportedModelError(
+            f"{source} is a draft head of kind {quoted(kind)}, which is not supported"
+            f"{'' if why is None else f': {why}'}; take another draft"
+        )
+    try:
+        return KINDS[kind](Published(config, names, source))
+    except DataError as error:
+        raise ModelError(
+            f"{source}: its configuration cannot be read ({error}): download it again"
+        ) from error
