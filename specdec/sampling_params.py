@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -19,7 +18,7 @@ from .utils.checks import (
     require_int,
     require_range,
 )
-from .utils.printable import shorten
+from .utils.names import check_settings, settings
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT_SIZE = 20
@@ -39,6 +38,7 @@ Sampler = Callable[[Any], Any]
 LogitsProcessor = Callable[[Any, Any], Any]
 
 
+@settings
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded.
@@ -152,21 +152,14 @@ class SamplingParams:
         """Whether the tokens depend on random numbers."""
         return self.temperature > 0 or self.sampler is not None
 
-    def updated(self, settings: Mapping[str, Any]) -> SamplingParams:
+    def updated(self, values: Mapping[str, Any]) -> SamplingParams:
         """A copy with other values for some fields.
 
         Raises:
             ConfigError: there is no such field, or it cannot have that value.
         """
-        known = type(self).__dataclass_fields__
-        for name in settings:
-            if name not in known:
-                near = get_close_matches(name, known, 1)
-                hint = f"valid settings: {', '.join(known)}"
-                if near:
-                    hint = f"did you mean {near[0]}?"
-                raise ConfigError(f"unknown setting `{shorten(name)}`; {hint}")
-        return replace(self, **settings) if settings else self
+        check_settings(values, type(self).__dataclass_fields__, "SamplingParams")
+        return replace(self, **values) if values else self
 
     def seeded(self) -> SamplingParams:
         """A copy with a random seed, if it samples and has none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,21 @@ import pytest
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.sampling_params import SamplingParams
+from specdec.server.config import ServerConfig
+
+
+def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
+    """Python's TypeError names a constructor, and nothing that there is."""
+    for kind, values, message in (
+        (EngineConfig, {"batch": 4}, "EngineConfig has no setting batch: did you mean"),
+        (EngineConfig, {"num_draft": 4}, "did you mean num_draft_tokens?"),
+        (SamplingParams, {"temp": 1.0}, "did you mean temperature?"),
+        (ServerConfig, {"zzz": 1}, "ServerConfig has no setting zzz: it has names,"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            kind(**values)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="by name: write batch_size="):
+        EngineConfig(4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

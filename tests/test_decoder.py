@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
@@ -498,13 +500,43 @@ def test_one_prompt_and_settings_by_keyword(
     assert [r.index for r in shown] == [0, 1, 2, 3]
     assert "4/4" in capsys.readouterr().err
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"max_token": 5}, "unknown setting `max_token`; did you mean max_tokens?"),
-        ({"zzz": 5}, "unknown setting `zzz`; valid settings: max_tokens, min_tokens"),
+        (
+            {"max_token": 5},
+            "SamplingParams has no setting max_token: did you mean max_tokens?",
+        ),
+        ({"zzz": 5}, "SamplingParams has no setting zzz: it has max_tokens, min_tokens"),
         ({"max_tokens": 0}, "max_tokens is 0"),
     ]
     for settings, message in wrong:
         with pytest.raises(ConfigError) as caught:
             decoder.stream(PROMPTS, None, **settings)
+        assert str(caught.value).startswith(message)
+
+
+def test_whatever_is_passed_as_prompts(target: Any) -> None:
+    """The keys of a message became prompts, arrays were refused, None had a traceback."""
+    decoder = SpecDecoder(loaded(target), config=FIXED)
+    want = decoder.generate([[5, 6, 7]], max_tokens=3)[0].token_ids
+    array = np.array([5, 6, 7])
+    for prompts in ((5, 6, 7), array, mx.array(array), [array], array[None], [*array]):
+        (one,) = decoder.generate(prompts, max_tokens=3)
+        assert one.token_ids == want
+    two = decoder.generate([array, [5, 6, 7]], max_tokens=3)
+    assert [each.token_ids for each in two] == [want, want]
+    wrong: list[tuple[Any, str]] = [
+        (None, "prompts is of type NoneType: give a string"),
+        (5, "prompts is of type int"),
+        (mx.array(5), "prompts is of type int"),
+        (b"hi", "prompts is of type bytes"),
+        ({"content": "Hi"}, "prompt 0: chat messages need a chat template"),
+        ([b"hi"], "prompt 0: expected a string, a list of chat messages"),
+        ([[1.5]], "prompt 0: a token id is a whole number"),
+        (np.array([1.5]), "prompt 0: expected a string"),
+        ([None], "prompt 0: expected a string"),
+    ]
+    for prompts, message in wrong:
+        with pytest.raises(PromptError) as caught:
+            decoder.generate(prompts, max_tokens=3)
         assert str(caught.value).startswith(message)
 
 

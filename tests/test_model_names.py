@@ -71,7 +71,9 @@ def test_the_draft_of_the_default_target(pair: LoadedModel) -> None:
         assert SpecDecoder.from_pretrained(target, "none").draft_name is None
         assert SpecDecoder.from_pretrained(target, "ngram").draft_name == "ngram"
     assert draft_for("owner/name", None) is None
-    assert draft_for(model_names.locate_target(TARGET), None) is None
+    by_file = draft_for(model_names.locate_target(TARGET), None)
+    assert by_file is not None
+    assert by_file.name == DRAFT
     config = EngineConfig(num_draft_tokens=0)
     assert SpecDecoder.from_pretrained(config=config).draft_name is None
     assert SpecDecoder(pair, drafter="none").draft_name is None
@@ -231,7 +233,7 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
         ("layer:0-3", "did you mean layers:0-3"),
         ("Non", "did you mean none"),
         ("NGRAM", "did you mean ngram"),
-        ("smollm2-135m", "did you mean smollm2-135m-instruct"),
+        ("smollm2-135m", "did you mean smollm2-135m-head"),
         ("ngram+no-such-model", r"no model at no-such-model: .*\(owner/name\)$"),
         ("no-1.5b", r"\(owner/name\), or one of ngram, self:4bit, mtp, none$"),
         (

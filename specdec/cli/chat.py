@@ -18,7 +18,7 @@ from ..errors import MemoryLimitError, PromptError
 from ..prompts import templates
 from ..utils.data_files import HALVES, json_text
 from . import options
-from .output import note_products, show, show_error, show_warnings
+from .output import note_products, noted_if_slow, show, show_error, show_warnings
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -84,17 +84,18 @@ def chat(
     )
     show_warnings(notes=not quiet)
     templates.start()
-    from ..decoder import SpecDecoder
-
     loading = models.arguments(config)
-    decoder = SpecDecoder.from_pretrained(**loading)
+    with noted_if_slow(f"loading {models}", quiet=quiet):
+        from ..decoder import SpecDecoder
+
+        decoder = SpecDecoder.from_pretrained(**loading)
     if not quiet:
         note_products(decoder, loading["dtype"])
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited from now on
-        show("/help lists commands; Ctrl-D ends.", err=True)
+        show(f"{models}: /help lists commands; Ctrl-D ends.", err=True)
     with _heard_by(signal.default_int_handler):
         for line in _lines():
             talk.take(line)

@@ -30,6 +30,7 @@ from ..model_names import (
     DEFAULT_TARGET,
     DraftSpec,
     draft_for,
+    short,
     target_name,
 )
 from ..prompts import Encoding
@@ -400,6 +401,10 @@ class Models:
     spec: DraftSpec | None
     loading: dict[str, Any]
 
+    def __str__(self) -> str:
+        with_draft = "" if self.spec is None else f" with {short(self.spec.name)}"
+        return f"{short(target_name(self.target))}{with_draft}"
+
     def arguments(self, config: EngineConfig) -> dict[str, Any]:
         """All arguments of ``SpecDecoder.from_pretrained``."""
         names = {"target": self.target, "draft": self.draft}
@@ -468,8 +473,8 @@ def models(
         dtype_help: help text of ``--dtype``.
     """
     text = (
-        f"{draft_help} [default: none; for the default target {DEFAULT_DRAFT}, which "
-        "comes with specdec]"
+        f"{draft_help} [default: none; for the default target {DEFAULT_DRAFT}, a head "
+        "that comes with specdec]"
     )
     return packed(
         "models",

@@ -25,11 +25,12 @@ import click
 
 from ..backend import newer_than_tested
 from ..errors import ConfigError, SpecdecError
-from ..model_names import nearest, short
+from ..model_names import short
 from ..prompts import PromptRecord
 from ..utils.ctrl_c import INTERRUPTED
 from ..utils.data_files import HALVES, json_text
-from ..utils.extras import install
+from ..utils.extras import install, install_backend, is_backend
+from ..utils.names import nearest
 from ..utils.printable import one_line, printable, shorten
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 DEBUG = "SPECDEC_DEBUG"
 
 FAILURE, USAGE = 1, 2
+# Seconds without a line after which a command seems to hang.
+_SILENCE = 1.5
 #: Whether a line has said that the command was interrupted.
 interrupt_shown = threading.Event()
 
@@ -250,6 +253,19 @@ def note(text: str) -> None:
     show(f"specdec: note: {text}", err=True)
 
 
+@contextmanager
+def noted_if_slow(text: str, *, quiet: bool) -> Iterator[None]:
+    """Note what the block does, once it has taken :data:`_SILENCE` seconds."""
+    timer = threading.Timer(_SILENCE, note, [text])
+    timer.daemon = True
+    if not quiet:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def note_products(
     decoder: SpecDecoder, dtype: str | None, *, fixed_draft: bool = False
 ) -> None:
@@ -327,12 +343,8 @@ def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror:
         name = "" if error.filename is None else f"{shorten(error.filename)}: "
         return f"{name}{error.strerror}", FAILURE
-    if isinstance(error, ImportError) and _is_mlx(error):
-        return (
-            f"MLX has no backend here: {install('cpu')}, with cuda12 or cuda13 for an "
-            f"NVIDIA GPU ({error})",
-            FAILURE,
-        )
+    if isinstance(error, ImportError) and is_backend(error):
+        return f"MLX has no backend here: {install_backend()} ({error})", FAILURE
     if _is_full(error):
         return (
             "the memory is full: end other programs that use the device, or lower "
@@ -446,10 +458,6 @@ _ELSEWHERE = {
     "system": "system-prompt",
     "tensor-parallel-size": "tensor-parallel",
 }
-
-
-def _is_mlx(error: ImportError) -> bool:
-    return (error.name or "").partition(".")[0] == "mlx" or "libmlx" in str(error)
 
 
 def name_of(index: int, records: Sequence[PromptRecord]) -> str:

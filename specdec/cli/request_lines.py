@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from ..errors import ConfigError, PromptFileError
 from ..grammar import Grammar, check_grammar
-from ..model_names import nearest
+from ..utils.names import nearest
 from ..outputs import GenerationResult
 from ..prompts import PromptRecord
 from ..sampling_params import FILTERS, JSON_SETTINGS, SamplingParams

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,21 @@ def settings_of(params: SamplingParams, common: Mapping[str, Any]) -> dict[str, 
 
 
 def _short(value: object) -> object:
-    if isinstance(value, bool | int | float):
-        return value
-    text = value if isinstance(value, str) else repr(value)
+    plain = _plain(value)
+    text = plain if isinstance(plain, str) else json_text(plain)
     if len(text) <= _MOST:
-        return text
+        return plain
     return f"sha256:{sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+
+
+def _plain(value: object) -> object:
+    """The value as JSON reads it; a text for what JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    finite = not isinstance(value, float) or isfinite(value)
+    return value if isinstance(value, bool | int | float | str) and finite else repr(value)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from .output import (
     check_extra,
     name_of,
     note,
+    noted_if_slow,
     places_named,
     share_text,
     show,
@@ -246,7 +247,9 @@ def run(
     else:
         if not raw:
             templates.start()
-        job = _Here(*ranks.load(tensor_parallel, quiet=quiet, **loading))
+        with noted_if_slow(f"loading {models}", quiet=quiet):
+            loaded = ranks.load(tensor_parallel, quiet=quiet, **loading)
+        job = _Here(*loaded)
     events = job.events(left, records, requests, encoding)
 
     total = len(left) + turns

@@ -160,5 +160,7 @@ def _title(prompt: Prompt) -> str:
         text = prompt
     else:
         last = prompt[-1]
-        text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
+        text = f"{len(prompt)} ids"
+        if isinstance(last, dict):
+            text = str(last.get("content") or f"{last['role']}, without text")
     return one_line(" ".join(text.split()), 70, end=False)

@@ -33,7 +33,7 @@ class Grammar:
 
     Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex` or :meth:`lark`,
     and passed as ``SamplingParams(grammar=...)``. It needs the package llguidance
-    (``pip install '.[structured]'`` in a checkout).
+    (extra ``structured``).
 
     Args:
         kind: how to read ``text``.

@@ -208,7 +208,10 @@ def encode(
             return EncodedPrompt(prompt, _encode_raw(tokenizer, prompt))
         rendered = render([{"role": "user", "content": prompt}])
         return replace(rendered, text=prompt)
-    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Sequence):
+    if hasattr(prompt, "tolist"):  # an array of token ids
+        prompt = prompt.tolist()
+    no_list = isinstance(prompt, Mapping | bytes | bytearray)
+    if no_list or not isinstance(prompt, Sequence):
         raise PromptError(
             "expected a string, a list of chat messages or a list of token ids, "
             f"not {type(prompt).__name__}"

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from ..errors import ConfigError
 from ..sampling_params import MAX_TEMPERATURE
 from ..utils.checks import require, require_bytes, require_int, require_range
+from ..utils.names import settings
 
 _MOST_SECONDS = 10**7
 
@@ -16,6 +17,7 @@ PrefixSharing = Literal["all", "client"]
 PREFIX_SHARING: tuple[PrefixSharing, ...] = get_args(PrefixSharing)
 
 
+@settings
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """How a server treats its clients.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..model_names import nearest
+from ..utils.names import nearest
 from ..utils.data_files import DataError, Shape, check_shape
 from ..utils.printable import quoted
 from .refusal import Refusal

@@ -51,7 +51,7 @@ def test_run_with_the_default_target(tmp_path: Path) -> None:
     more = ("--num-draft-tokens", "3", "--batch", "2")
     drafted, stderr, _ = run(tmp_path, *more)
     assert drafted == stdout
-    assert "draft:       smollm2-135m-instruct, 3 tokens a round" in stderr
+    assert "draft:       smollm2-135m-head, 3 tokens a round" in stderr
     rate = re.search(r"(?m)^acceptance:  rate ([\d.]+), length", stderr)
     assert rate is not None
     assert 0 < float(rate[1]) <= 1

@@ -62,6 +62,9 @@ FIELDS = {
 }
 
 
+NO_CONTENT: list[dict[str, Any]] = [{}, {"content": None}, {"content": ""}]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
@@ -166,6 +169,35 @@ def test_an_interrupted_run_is_resumed(
         result = specdec(*more)
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_settings_are_json_all_the_way_down(specdec: Specdec, tmp_path: Path) -> None:
+    """A tuple of Python stood in them as a text, and --resume compared the texts."""
+    path = tmp_path / "out.jsonl"
+    stops = ("--stop", ".", "--stop", "\n", "--logit-bias", "5=-inf")
+    line = ("run", "-p", "a", "--target", "a/T", "--output", str(path), *stops)
+    assert specdec(*line).exit_code == 0
+    (row,) = read_lines(path)
+    assert row["settings"]["stop"] == [".", "\n"]
+    assert row["settings"]["logit_bias"] == {"5": "-inf"}
+    assert specdec(*line, "--resume").exit_code == 0
+    assert "has its result" in specdec(*line, "--resume").stderr
+    refused = specdec(*line, "--stop", "!", "--resume")
+    assert refused.exit_code == 2
+    assert "was made with stop" in refused.stderr
+
+
+def test_a_conversation_may_end_without_a_text(
+    specdec: Specdec, tmp_path: Path
+) -> None:
+    """A last message that only calls tools ended the run with KeyError 'content'."""
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    talks = [[{"role": "user", "content": "Hi"}, calls | more] for more in NO_CONTENT]
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
+    result = specdec("run", "--prompts", str(file))
+    assert result.exit_code == 0
+    assert result.stdout.count("assistant, without text") == len(NO_CONTENT)
 
 
 def test_ratio_rules_are_resumed_with_the_same_draft(

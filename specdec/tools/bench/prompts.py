@@ -15,6 +15,7 @@ from ...errors import PromptError
 from ...models import LoadedModel
 from ...prompts import Prompt, encode_all, read_records
 from ...utils.data_files import is_text
+from ...utils.extras import installer
 from .models import random_prompts
 from .recipe import Recipe
 
@@ -149,7 +150,7 @@ def _from_package(name: str) -> list[Question]:
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     file = next((f for f in (Path(x) / path for x in folders) if f.is_file()), None)
     if file is None:
-        raise PromptError(f"the package {name} is not installed: pip install {name}")
+        raise PromptError(f"the package {name} is not installed: {installer()} {name}")
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         return [Question(json.loads(line)[key]) for line in lines if line.strip()]
 

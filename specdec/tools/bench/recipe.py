@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Self
 
 from ...config import DEFAULT_PREFILL_STEP_SIZE, NumDraftTokens
 from ...errors import ConfigError
-from ...model_names import NO_DRAFT, DraftSpec, draft_for, nearest
+from ...model_names import NO_DRAFT, DraftSpec, draft_for
 from ...sampling_params import MAX_TEMPERATURE
 from ...utils.checks import require, require_int, require_one_of, require_range
 from ...utils.data_files import DataError, is_text, parse_toml, read_toml
+from ...utils.names import nearest
 from ...utils.printable import quoted, shorten
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
@@ -335,10 +336,14 @@ def find_recipe(name: str | Path) -> Path:
         return path
     shipped = {file.stem: file for file in shipped_recipes()}
     if str(name) not in shipped:
-        raise ConfigError(
-            f"no recipe {quoted(str(name))}: name a .toml file, or one of "
+        meant = nearest(str(name), shipped)
+        hint = (
+            f"did you mean {meant}?"
+            if meant
+            else "name a .toml file, or one of "
             f"{', '.join(sorted(shipped)) or '(none is installed)'}"
         )
+        raise ConfigError(f"no recipe {quoted(str(name))}: {hint}")
     return shipped[str(name)]
 
 

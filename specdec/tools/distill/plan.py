@@ -251,7 +251,7 @@ def _notes(budget: Budget, rate: float, step: int, options: Options) -> list[str
     if tokens < step:
         small = f"less than one step, of {step}"
         ways.append("lower --block-tokens")
-    elif block or tokens >= FEW_TOKENS:  # the numbers hold only for drafts of layers
+    elif tokens >= FEW_TOKENS:
         return []
     else:
         small = "too little to be of use" if tokens < USELESS_TOKENS else "little"

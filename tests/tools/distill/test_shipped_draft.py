@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 
 import specdec
-from specdec.model_names import DEFAULT_DRAFT
+from specdec.model_names import default_draft
 from specdec.tools.distill.card import readme
 
-FOLDER = Path(specdec.__file__).parent / "drafts" / DEFAULT_DRAFT
+FOLDER = Path(str(default_draft()))
 # The package stays below 20 MB.
 MOST_BYTES = 19_000_000
 
