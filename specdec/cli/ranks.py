@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from ..model_names import short, target_name
 from ..parallel import Follower, Leader, Ranks, launched_rank
 from ..utils.blas import free_cores, own_threads, use_threads
 from ..utils.child import module_process
 from ..utils.process import cuda_devices
 from . import options
-from .output import FAILURE, note, note_products, show_error
+from .output import FAILURE, note, note_products, noted_if_slow, show_error
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -66,6 +67,14 @@ def load(
         SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`, and
             :func:`~specdec.backend.check_compiler`.
     """
+    name = short(target_name(settings.get("target")))
+    with noted_if_slow(f"loading {name}", quiet=quiet):
+        return _load(tensor_parallel, quiet=quiet, **settings)
+
+
+def _load(
+    tensor_parallel: int | None, *, quiet: bool, **settings: Any
+) -> tuple[SpecDecoder, Leader | None]:
     from .. import backend
     from ..decoder import SpecDecoder
 

@@ -34,7 +34,6 @@ from .output import (
     check_extra,
     name_of,
     note,
-    noted_if_slow,
     places_named,
     share_text,
     show,
@@ -247,9 +246,7 @@ def run(
     else:
         if not raw:
             templates.start()
-        with noted_if_slow(f"loading {models}", quiet=quiet):
-            loaded = ranks.load(tensor_parallel, quiet=quiet, **loading)
-        job = _Here(*loaded)
+        job = _Here(*ranks.load(tensor_parallel, quiet=quiet, **loading))
     events = job.events(left, records, requests, encoding)
 
     total = len(left) + turns

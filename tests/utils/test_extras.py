@@ -1,0 +1,51 @@
+"""Messages about missing packages fit the way in which specdec was installed."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import specdec
+from specdec.utils import extras
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, prefix: Path, by: str) -> None:
+    """Let specdec seem an installed copy."""
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.setattr(extras, "in_checkout", lambda: False)
+    files = SimpleNamespace(read_text={"INSTALLER": f"{by}\n"}.get)
+    monkeypatch.setattr(metadata, "distribution", lambda _: files)
+
+
+def test_an_extra_is_named_as_it_can_be_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who has a wheel has no checkout; an environment of uv has no pip."""
+    assert extras.install("gguf").endswith("pip install '.[gguf]' in a checkout")
+    installed(monkeypatch, tmp_path, "pip")
+    assert extras.install("gguf") == "pip install 'mlx-specdec[gguf]'"
+    installed(monkeypatch, tmp_path, "uv")
+    assert extras.install("gguf") == "uv pip install 'mlx-specdec[gguf]'"
+    (tmp_path / "uv-receipt.toml").touch()
+    tool = f"uv pip install --python {tmp_path} 'mlx-specdec[gguf]'"
+    assert extras.install("gguf") == tool
+
+
+def test_an_import_without_mlx_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A plain wheel has no backend on Linux: the import showed a trace through mlx."""
+    installed(monkeypatch, tmp_path, "pip")
+
+    def absent(name: str, package: str) -> None:
+        raise ModuleNotFoundError("No module named 'mlx'", name="mlx.core")
+
+    monkeypatch.setattr(specdec, "import_module", absent)
+    monkeypatch.delitem(vars(specdec), "SpecDecoder", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'mlx-specdec\[cpu\]'") as caught:
+        _ = specdec.SpecDecoder
+    assert caught.value.__suppress_context__
