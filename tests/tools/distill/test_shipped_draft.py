@@ -7,7 +7,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-import specdec
 from specdec.model_names import default_draft
 from specdec.tools.distill.card import readme
 
