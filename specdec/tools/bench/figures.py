@@ -159,6 +159,11 @@ class CellFigures:
         """The median of :attr:`rates`; 0 without any."""
         return statistics.median(self.rates.values()) if self.rates else 0.0
 
+    @property
+    def idle_draft(self) -> bool:
+        """Whether the cell has a draft that proposed nothing: its gain is noise."""
+        return self.cell.draft is not None and not self.acceptance().drafted
+
     def ratios(self, other: CellFigures | None) -> list[float]:
         """The cell's rates divided by another cell's, pass by pass."""
         if other is None:

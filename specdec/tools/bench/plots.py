@@ -58,9 +58,9 @@ def speedup(figures: Figures) -> Chart | None:
     """A chart of speed-ups over k, or over the batch if it varies and k does not."""
     ratios: dict[Cell, list[float]] = {}
     for f in figures.at_once:
-        found = f.ratios(figures.plain(f)) if f.cell.draft is not None else []
-        if found:
-            ratios[f.cell] = found
+        each = f.ratios(figures.plain(f)) if f.cell.draft is not None else []
+        if each and not f.idle_draft:
+            ratios[f.cell] = each
     ours = [c for c in ratios if c.drafts]
     if not ours:
         return None

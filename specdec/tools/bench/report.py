@@ -20,13 +20,24 @@ from .sections import Section, sections
 
 FILE, PAGE = "report.md", "report.html"
 
+# Plots are drawn on white. On a phone, names wrap, so that figures are seen, too.
 _STYLE = """
+:root { color-scheme: light dark; --line: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto;
-  padding: 0 1rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
+  padding: 0 1rem; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; }
+table { border-collapse: collapse; display: block; overflow-x: auto;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line);
+  white-space: nowrap; overflow-wrap: normal; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
 summary { font-weight: bold; cursor: pointer; margin: .6rem 0; }
-img { max-width: 100%; }
+img { max-width: 100%; border-radius: .4rem; background: #fff; }
+@media (max-width: 46rem) {
+  body { margin: 1rem auto; }
+  th, td { padding: .2rem .4rem; white-space: normal; }
+  td:first-child { min-width: 7rem; }
+}
 """
 
 
@@ -95,6 +106,7 @@ def html_page(title: str, text: str, folder: Path) -> str | None:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n{body}</html>\n"
     )
 
@@ -273,6 +285,11 @@ def findings(figures: Figures) -> list[str]:
 
 def _finding(figures: Figures, key: str, f: CellFigures) -> str:
     ratios, a = f.ratios(figures.plain(f)), f.acceptance()
+    if not a.drafted:
+        return (
+            f"- **{key}**: {f.cell.draft_name}, {f.cell.length}: it drafted nothing, "
+            "and decodes as without a draft."
+        )
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
     text = (
         f"- **{key}**: {f.cell.draft_name}, {f.cell.length}: {_median(ratios):.2f} "
@@ -281,8 +298,6 @@ def _finding(figures: Figures, key: str, f: CellFigures) -> str:
     against = f.ratios(figures.mlx_lm(f))
     if against:
         text += f", {_median(against):.2f} times mlx-lm without a draft"
-    if not a.drafted:
-        return f"{text}; it drafted nothing, and decodes as without a draft."
     return (
         f"{text}; {a.accepted} of {a.drafted} draft tokens accepted, {a.length:.2f} "
         f"tokens per row and round (n = {a.rounds})."

@@ -86,6 +86,8 @@ _SPEED = (
 
 def _speed(figures: Figures) -> str:
     def over(f: CellFigures, other: CellFigures | None) -> str:
+        if f.idle_draft and other is figures.plain(f):
+            return "nothing drafted"
         return NONE if other is f else _spread(f.ratios(other), 2)
 
     def tokens_per_round(f: CellFigures) -> str:

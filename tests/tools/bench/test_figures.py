@@ -15,6 +15,7 @@ from specdec.tools.bench.counts import RoundCost
 from specdec.tools.bench.figures import CellFigures, Figures
 from specdec.tools.bench.job import JobRecord, RequestRecord, RoundTimes
 from specdec.tools.bench.raw import PromptsRecord, Results, Start
+from specdec.tools.bench.plots import speedup
 from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import ON_A_GPU, findings, html_page, report
 from specdec.utils.records import read_record
@@ -175,6 +176,11 @@ def test_where_nothing_was_drafted(tiny: Tiny) -> None:
     figures = made(tiny("batch=2", "num_draft_tokens=2"), [])
     assert findings(figures) == ["- **batch 2**: nothing was drafted."]
     (f,) = figures.drafted
+    assert f.ratios(figures.plain(f))  # noise, which is credited nowhere
+    text = report(figures)
+    assert "| nothing drafted |" in text
+    assert "times no draft" not in text
+    assert speedup(figures) is None
     a = f.acceptance()
     assert (a.length, a.request_mean("length"), a.token_mean("length")) == (1, 1, 1)
     assert (a.rate, a.request_mean("rate"), a.token_mean("rate")) == (0, 0, 0)
