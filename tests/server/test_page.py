@@ -104,14 +104,12 @@ def test_the_page(
             "document.getElementById('send').click()"
         )
         browser.until(f"document.querySelectorAll('.note').length === {turn + 1}")
-        shown = browser.run(
-            "[...document.querySelectorAll('.said')].at(-1).textContent"
-        )
-        assert shown == expected.text
+        assert browser.run("messages.at(-1).content") == expected.text
         messages += [{"role": "assistant", "content": expected.text},
                      {"role": "user", "content": "And one more?"}]  # fmt: skip
     browser.until("document.getElementById('length').textContent > '0'")
     assert browser.until("document.querySelectorAll('#positions i').length") == 2
+    assert browser.run("document.querySelector('.scale').textContent") == "100%500"
     assert browser.run("document.getElementById('model').textContent").startswith(
         "tiny"
     )
@@ -132,13 +130,26 @@ def test_the_page(
             )
             assert browser.run("document.documentElement.scrollWidth") <= width
             shown = browser.run(
-                "getComputedStyle(document.getElementById('figures')).display"
+                "getComputedStyle(document.getElementById('side')).display"
             )
             assert (shown == "none") is (width < 500)
+            if width < 500:
+                browser.run("document.getElementById('side-button').click()")
+                top = "document.getElementById('system').getBoundingClientRect().top"
+                assert 0 < browser.run(top) < 360  # settings are seen at once
+                browser.run("document.getElementById('side-button').click()")
             picture = browser.call("Page.captureScreenshot")["data"]
             name = f"{scheme}-{width}.png"
             (tmp_path / name).write_bytes(base64.b64decode(picture))
     assert len(colours) == 2
+    # A reload keeps the chat.
+    talk = "[...document.querySelectorAll('article.user')].map((a) => a.textContent)"
+    before = browser.run("JSON.stringify(messages)")
+    browser.run("window.old = true")
+    browser.call("Page.reload")
+    browser.until("!window.old && document.readyState === 'complete'")
+    assert browser.until(f"{talk}.length") == 2
+    assert browser.run("JSON.stringify(messages)") == before
     browser.run("document.getElementById('new').click()")
     assert browser.run("document.querySelectorAll('article').length") == 0
     # An error of the server's is shown, and what was asked can be asked again.
@@ -150,6 +161,7 @@ def test_the_page(
     error = browser.until("document.querySelector('.error')?.textContent")
     assert "max_tokens is -1" in error
     assert browser.run("messages.length") == 0
+    browser.run("document.getElementById('most').value = 12")
     # What is left of an answer is no part of the chat that was begun meanwhile.
     browser.run(
         "document.getElementById('most').value = 3000;"
@@ -160,3 +172,69 @@ def test_the_page(
     browser.run("document.getElementById('new').click()")
     browser.until("current === null")
     assert browser.run("messages.length") == 0
+
+
+MARKDOWN = [
+    ("a **b** *c* `d*e*`", "<p>a <strong>b</strong> <em>c</em> <code>d*e*</code></p>"),
+    ("# H #\ntext", "<h1>H</h1><p>text</p>"),
+    ("a\nb\n\nc", "<p>a<br>b</p><p>c</p>"),
+    ("```py\nx = '<b>'\n```\nz", "<pre><code>x = '&lt;b&gt;'</code></pre><p>z</p>"),
+    ("```\nunfinished **x**", "<pre><code>unfinished **x**</code></pre>"),
+    (
+        "- a\n- b\n  - c\n\nd",
+        "<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><p>d</p>",
+    ),
+    ("3. a\n\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
+    (
+        "1. a\n   ```\n   x\n   ```",
+        '<ol start="1"><li>a<pre><code>x</code></pre></li></ol>',
+    ),
+    ("> q\n> r", "<blockquote><p>q<br>r</p></blockquote>"),
+    ("a\n\n---\nb", "<p>a</p><hr><p>b</p>"),
+    (
+        "| a | b |\n|--|--:|\n| 1 | *2* |",
+        "<table><thead><tr><th>a</th><th>b</th></tr></thead>"
+        "<tbody><tr><td>1</td><td><em>2</em></td></tr></tbody></table>",
+    ),
+    (
+        "2 * 3 * 4, snake_case_name, 5 < 6",
+        "<p>2 * 3 * 4, snake_case_name, 5 &lt; 6</p>",
+    ),
+    ("\\*not\\* **open", "<p>*not* **open</p>"),
+    (
+        "[x](https://e.org/a) https://e.org/b.",
+        '<p><a href="https://e.org/a" target="_blank" rel="noopener noreferrer">x</a> '
+        '<a href="https://e.org/b" target="_blank" rel="noopener noreferrer">'
+        "https://e.org/b</a>.</p>",
+    ),
+    # What a model wrote is never run, and leads nowhere but to the web.
+    ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
+    ("[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"),
+    ("[x](data:text/html,1) ![i](file:///etc)", None),
+]
+
+
+def test_answers_are_shown_as_markdown(server: Running, browser: Browser) -> None:
+    """Markdown was shown raw; what is shown as HTML must not be a model's HTML."""
+    browser.call("Page.enable")
+    browser.call("Page.navigate", url=server.url)
+    browser.until("document.readyState === 'complete' && !!document.title")
+    for text, expected in MARKDOWN:
+        made = browser.run(
+            f"element('div', ...blocks({json.dumps(text)}.split('\\n'))).innerHTML"
+        )
+        assert "<img" not in made
+        assert "<a" not in made or 'href="https://' in made
+        if expected is not None:
+            assert made == expected
+    # Whatever is written ends, and nothing is lost.
+    for text in (
+        "> " * 3000 + "x",
+        "- " * 3000 + "x",
+        "*" * 3000 + "x",
+        "`a" * 999 + "x",
+    ):
+        shown = browser.run(
+            f"element('div', ...blocks([{json.dumps(text)}])).textContent"
+        )
+        assert shown.endswith("x")

@@ -14,8 +14,8 @@ from specdec.tools.bench.cells import Cell, Unit, cells_of, conditions_of
 from specdec.tools.bench.counts import RoundCost
 from specdec.tools.bench.figures import CellFigures, Figures
 from specdec.tools.bench.job import JobRecord, RequestRecord, RoundTimes
-from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.plots import speedup
+from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import ON_A_GPU, findings, html_page, report
 from specdec.utils.records import read_record
