@@ -29,7 +29,7 @@ from ..cache import (
 )
 from ..config import EngineConfig
 from ..cuda.modules import leaves_of
-from ..models.draft_heads import BlockHead, DraftHead
+from ..models.draft_heads import DraftHead
 from ..models.layers import arrays_of
 from ..models.loaded import Described, setting
 from ..models.recurrent import scan_bytes, with_recurrent_rows
@@ -74,8 +74,8 @@ def plan_memory(
         drafts = draft is not None
     k = config.max_draft_tokens if drafts else 0
     # N-grams before a head propose more than its block has.
-    if draft is not None and isinstance(draft.model, BlockHead) and not lookup_bytes:
-        k = min(k, draft.model.args.max_draft_tokens)
+    if draft is not None and isinstance(draft.model, DraftHead) and not lookup_bytes:
+        k = min(k, draft.model.max_proposals or k)
     described = [
         geometry_of(each.model, each.config, each.name, options, each.loading_bytes)
         for each in (target, draft)
@@ -165,7 +165,7 @@ def geometry_of(
         column_bytes=elem_bytes * unfolded + _copied_bytes(caches),
         loading_bytes=loading_bytes,
         feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
-        proposes_blocks=isinstance(model, BlockHead),
+        proposes_blocks=isinstance(model, DraftHead) and model.at_once,
     )
 
 

@@ -16,7 +16,7 @@ from ..models import (
     load_draft,
     map_vocabulary,
 )
-from ..models.draft_heads import BlockHead, DraftHead
+from ..models.draft_heads import DraftHead
 from ..models.runner import ModelRunner
 from .chain import ChainDrafter
 from .draft_model import DraftModel
@@ -133,12 +133,13 @@ class NamedDrafter:
                 "max_draft_tokens": context.max_draft_tokens,
                 "context_length": context_length(self.model.config),
             }
-            if isinstance(self.model.model, BlockHead) and self.ngram is None:
+            head = self.model.model
+            most = head.max_proposals if isinstance(head, DraftHead) else None
+            if most is not None and self.ngram is None:
                 # No round is wider than the block; the memory plan counts on that.
-                most = self.model.model.args.max_draft_tokens
                 settings["max_draft_tokens"] = min(context.max_draft_tokens, most)
             runner = context.runner(self.model)
-            if isinstance(self.model.model, DraftHead):
+            if isinstance(head, DraftHead):
                 found.append(HeadDrafter(runner, **settings))
             else:
                 known = self.vocabulary or map_vocabulary(context.target, self.model)

@@ -1,4 +1,4 @@
-"""Draft heads as drafters: DFlash, DSpark and EAGLE-3 in one mechanism.
+"""Draft heads as drafters: all kinds in one mechanism.
 
 A row's context has one entry for each of its committed tokens but the last, in caches
 like a model's. Entries are written from the target's hidden states, of the prompt or of
@@ -51,10 +51,9 @@ class HeadDrafter(Drafter):
         self.hidden_layers = self.head.args.target_layers
         self.context = runner
         self.max_round = max_draft_tokens + 1
-        block = isinstance(self.head, BlockHead)
-        self.max_proposals = head.args.max_draft_tokens if block else None
+        self.max_proposals = self.head.max_proposals
         self._least_computed = 0
-        if block and not all(head.args.causal):
+        if isinstance(head, BlockHead) and not all(head.args.causal):
             self._least_computed = min(max_draft_tokens, head.args.max_draft_tokens)
 
     def num_computed(self, k: int) -> int:
@@ -71,8 +70,9 @@ class HeadDrafter(Drafter):
         rows = self.runner.rows(
             known, max_round=self.max_round, max_length=max_length, reuses=False
         )
-        kind = BlockRows if isinstance(self.head, BlockHead) else ChainedRows
-        return kind(self, rows)
+        if isinstance(self.head, BlockHead):
+            return BlockRows(self, rows)
+        return (ParallelRows if self.head.at_once else ChainedRows)(self, rows)
 
 
 class HeadRows(DraftRows):
@@ -177,21 +177,16 @@ class BlockRows(HeadRows):
     def propose(self, round_: Round) -> Proposals:
         """Choose as many tokens as a block has; the rest are no proposals."""
         head: Any = self._drafter.head
-        wanted = round_.num_draft_tokens
-        k = min(wanted, head.args.max_draft_tokens)
-        newest, vocab_size = round_.recent[:, -1:], self._drafter.vocab_size
-        own = int(not head.args.from_anchor)
-        width = self._drafter.num_computed(k) + own
-        states = self._rows.call("states", head.inputs(newest, width))
-        self._take_back(width)
-        states = states[:, own : own + k]
+        wanted, newest = round_.num_draft_tokens, round_.recent[:, -1:]
+        k = min(wanted, head.max_proposals or wanted)
+        states, vocab_size = self._states(newest, k), self._drafter.vocab_size
         if head.in_order:
             walk = head.walk(states, newest)
             tokens, probabilities = round_.choose_each(
                 k, lambda proposed: walk(proposed)[..., :vocab_size]
             )
         else:
-            logits = head.as_target(head.logits(states))
+            logits = head.as_target(head.predict(states))
             chosen, probabilities = round_.choose_all(logits[..., :vocab_size])
             tokens = [chosen]
         inputs = mx.concatenate([newest, *tokens], axis=1)
@@ -202,6 +197,29 @@ class BlockRows(HeadRows):
             probabilities = mx.pad(probabilities, [*missing, (0, 0)])
         lengths = mx.full((newest.shape[0],), k, mx.int32)
         return Proposals.within(mx.pad(inputs, missing), probabilities, lengths)
+
+    def _states(self, newest: mx.array, k: int) -> mx.array:
+        """What ``k`` proposals are predicted from, shape (B, k, D)."""
+        head: Any = self._drafter.head
+        first = int(not head.args.from_anchor)
+        width = self._drafter.num_computed(k) + first
+        states = self._rows.call("states", head.inputs(newest, width))
+        self._take_back(width)
+        found: mx.array = states[:, first : first + k]
+        return found
+
+
+@ours
+class ParallelRows(BlockRows):
+    """Rows of a P-EAGLE head: the last entry and the masks give all proposals."""
+
+    def _states(self, newest: mx.array, k: int) -> mx.array:
+        if k == 1:
+            return self._state
+        head: Any = self._drafter.head
+        states = self._rows.call("states", head.masks(newest.shape[0], k - 1))
+        self._take_back(k - 1)
+        return mx.concatenate([self._state.astype(states.dtype), states], axis=1)
 
 
 @ours

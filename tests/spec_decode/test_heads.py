@@ -54,6 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dspark": published.dspark_config(),
     "dspark rnn": published.dspark_config(markov_head_type="rnn"),
     "eagle3": published.eagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
+    "peagle": published.peagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
     "dflash of few tokens": published.speculators_config("dflash"),
 }
 K = 3
@@ -90,7 +91,7 @@ def proposals(
     embedding = np.array(model.model.embed_tokens.weight)
     outputs = layer_outputs(model, range(LAYERS), mx.array([list(tokens)]))
     features = np.concatenate([np.array(outputs[i][0]) for i in READS], -1)[:-1]
-    if name == "eagle3":
+    if "eagle" in name:
         following = np.array(tokens[1:])
         found, _ = published.eagle_chain(
             w, features, following, embedding, k, config=CONFIGS[name]
@@ -162,7 +163,7 @@ class Noted:
     ("name", "backend"),
     [
         *((name, BEHIND) for name in CONFIGS),
-        *((name, AT_ONCE) for name in ("dflash", "eagle3")),
+        *((name, AT_ONCE) for name in ("dflash", "eagle3", "peagle")),
     ],
 )
 def test_proposals_are_those_of_a_plain_forward(
@@ -234,7 +235,8 @@ def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:
     """The configuration for a target of so many tokens."""
     config = copy.deepcopy(CONFIGS[name])
     config.get("transformer_layer_config", config)["vocab_size"] = vocab_size
-    config.get("dflash_config", config)["mask_token_id"] = vocab_size - 1
+    if name != "eagle3":
+        config.get("dflash_config", config)["mask_token_id"] = vocab_size - 1
     if "draft_vocab_size" in config:
         config["draft_vocab_size"] = vocab_size - 1
     if name == "dflash2":
@@ -250,6 +252,7 @@ def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:
         ("dflash2", "block"),
         ("dflash2", "rejection"),
         ("eagle3", "block"),
+        ("peagle", "block"),
         ("dflash of few tokens", "rejection"),
     ],
 )
@@ -276,7 +279,7 @@ def test_sampled_rows_follow_the_target(
 
 
 @pytest.mark.parametrize(
-    "name", ["dflash of few tokens", "dflash2", "dspark", "eagle3"]
+    "name", ["dflash of few tokens", "dflash2", "dspark", "eagle3", "peagle"]
 )
 def test_sampled_rows_are_those_without_a_draft(
     name: str, lender: LoadedModel, tmp_path: Path
@@ -421,6 +424,7 @@ def test_memory_stays_within_the_plan(
     [
         ("dflash", [0, 0, 41, 0, 16, 41]),
         ("eagle3", [0, 0, 40, 23, 16, 40]),
+        ("peagle", [0, 0, 40, 23, 16, 40]),
     ],
 )
 def test_prefixes_are_kept_with_the_context(

@@ -76,9 +76,11 @@ class BlockHead(DraftHead):
     """A DFlash or DSpark head."""
 
     args: BlockConfig
+    at_once = True
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
+        self.max_proposals = config.max_draft_tokens
         sizes = config.sizes
         wide = config.target_size * len(config.target_layers)
         self.fc = nn.Linear(wide, sizes.hidden_size, bias=False)
@@ -151,6 +153,10 @@ class BlockHead(DraftHead):
         if cap := self.args.logit_cap:
             found = mx.tanh(found / cap) * cap
         return found
+
+    def predict(self, h: mx.array) -> mx.array:
+        """Logits of the head's own tokens from normed states."""
+        return self.logits(h)
 
     @property
     def in_order(self) -> bool:

@@ -103,7 +103,8 @@ class LayerSizes:
             target does.
         max_positions: positions that the layers were made for; ``None``: not known.
         qk_norm: whether queries and keys have a norm for each head.
-        bias: whether the query, key and value projections have a bias.
+        bias, output_bias: whether the query, key and value projections, and the output
+            projection, have a bias.
         gated: whether a sigmoid of the layer's input multiplies what attention finds.
         sinks: whether each head's softmax has one more term, learned and without a
             value.
@@ -123,6 +124,7 @@ class LayerSizes:
     max_positions: int | None = None
     qk_norm: bool = True
     bias: bool = False
+    output_bias: bool = False
     gated: bool = False
     sinks: bool = False
 
@@ -218,15 +220,15 @@ class Published:
                     return part[name]
         return None
 
-    def required(self, name: str) -> Any:
-        """The value under a name.
+    def required(self, *names: str) -> Any:
+        """The first value under these names.
 
         Raises:
             DataError: there is none.
         """
-        found = self.value(name)
+        found = self.value(*names)
         if found is None or found == []:
-            raise DataError(f"{name} is missing")
+            raise DataError(f"{names[0]} is missing")
         return found
 
     def sizes(self, activation: str = "silu") -> LayerSizes:
@@ -269,6 +271,7 @@ class Published:
             max_positions=layers.get("max_position_embeddings"),
             qk_norm=f"{first}.q_norm.weight" in self.names,
             bias=f"{first}.q_proj.bias" in self.names,
+            output_bias=f"{first}.o_proj.bias" in self.names,
             sinks=f"{first}.attention_sink_bias" in self.names,
         )
 

@@ -116,11 +116,11 @@ def eagle_config(published: Published) -> EagleConfig:
         UnsupportedModelError: it has a part that is not supported.
         DataError: a value is missing or invalid.
     """
-    return EagleConfig(kind="EAGLE-3", **eagle_values(published))
+    return EagleConfig(**eagle_values(published))
 
 
 def eagle_values(published: Published) -> dict[str, Any]:
-    """The arguments of :class:`EagleConfig`, but the kind."""
+    """The arguments of :class:`EagleConfig`."""
     value = published.value
     # SpecForge counts the outputs of layers, vLLM their inputs. Both use the same
     # fields, and conversions keep the numbers. Heads read the output of layer 1 first,
@@ -130,6 +130,7 @@ def eagle_values(published: Published) -> dict[str, Any]:
     options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return {
         **published.common(published.sizes()),
+        "kind": "EAGLE-3",
         "target_layers": tuple(ids if ids[:1] == [1] else (i - 1 for i in ids)),
         **{name: bool(value(name)) for name in options},
     }

@@ -25,6 +25,10 @@ class DraftHead(nn.Module):
 
     #: Whether a context entry also reads the token after its own.
     reads_following = False
+    #: Whether one forward gives all proposals; otherwise each takes a step.
+    at_once = False
+    #: The most tokens that it can propose in a round; ``None``: any number.
+    max_proposals: int | None = None
 
     def __init__(self, config: HeadConfig):
         super().__init__()  # type: ignore[no-untyped-call]

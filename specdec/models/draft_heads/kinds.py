@@ -12,6 +12,7 @@ from .block import block_config
 from .config import HeadConfig, Published
 from .dflash2 import dflash2_config
 from .eagle import eagle_config
+from .peagle import peagle_config
 
 #: What reads the configuration of a kind, by the first of ``architectures``, or by
 #: ``speculators_model_type`` in speculators' format.
@@ -28,6 +29,9 @@ KINDS: dict[str, Callable[[Published], HeadConfig]] = {
     "Eagle3LlamaForCausalLM": eagle_config,
     "Eagle3Speculator": eagle_config,
     "eagle3": eagle_config,
+    "PEagleDraftModel": peagle_config,
+    "PEagleSpeculator": peagle_config,
+    "peagle": peagle_config,
 }
 # Words in the names of kinds that are not supported, and why not.
 _UNKNOWN = "what it computes could not be compared with a reference"
@@ -87,8 +91,11 @@ def head_config(
             f"{source} is a draft head of kind {quoted(kind)}, which is not supported"
             f"{'' if why is None else f': {why}'}; take another draft"
         )
+    parse = KINDS[kind]
+    if parse is eagle_config and "mask_hidden" in names:  # some are named EAGLE-3
+        parse = peagle_config
     try:
-        return KINDS[kind](Published(config, names, source))
+        return parse(Published(config, names, source))
     except DataError as error:
         raise ModelError(
             f"{source}: its configuration cannot be read ({error}): download it again"

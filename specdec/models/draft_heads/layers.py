@@ -33,7 +33,7 @@ class HeadAttention(nn.Module):
         self.q_proj = nn.Linear(input_size, heads * size, bias=sizes.bias)
         self.k_proj = nn.Linear(input_size, kv_heads * size, bias=sizes.bias)
         self.v_proj = nn.Linear(input_size, kv_heads * size, bias=sizes.bias)
-        self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=sizes.output_bias)
         if sizes.gated:
             self.g_proj = nn.Linear(input_size, heads * size, bias=False)
         if sizes.sinks:

@@ -27,7 +27,7 @@ from .kinds import head_config, is_head
 
 # Arrays that only training needs, that can be computed, or that are not used.
 _LEFT_OUT = re.compile(
-    r"^(t2d|verifier_.*|mask_hidden|confidence_head\..*|.*rotary_emb\.inv_freq)$"
+    r"^(t2d|verifier_.*|confidence_head\..*|.*rotary_emb\.inv_freq)$"
 )
 _RENAMED = (
     (re.compile(r"^(model|logit_head)\."), ""),

@@ -107,6 +107,16 @@ def eagle_config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def peagle_config(**changes: Any) -> dict[str, Any]:
+    """As SpecForge's are, with the mask's token."""
+    return eagle_config(
+        architectures=["PEagleDraftModel"],
+        num_hidden_layers=2,
+        mask_token_id=93,
+        **changes,
+    )
+
+
 def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
     """As those of the speculators library are."""
     layers = {"layer_types": ["full_attention"] * 2, **SIZES}
@@ -115,9 +125,10 @@ def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
     if kind == "dflash2":
         del own["draft_vocab_size"]
         own |= SELECTS
-    if kind == "eagle3":
-        layers["num_hidden_layers"] = 1
+    if kind in ("eagle3", "peagle"):
+        layers["num_hidden_layers"] = 1 + (kind == "peagle")
         own["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in READS]
+        own |= {"mask_token_id": 94} if kind == "peagle" else {}
     else:
         own["aux_hidden_state_layer_ids"] = [i + 1 for i in READS]
         own |= {"mask_token_id": 94, "block_size": 6}
@@ -126,6 +137,7 @@ def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
         "dflash": "DFlash",
         "dflash2": "DFlash2",
         "dspark": "DSpark",
+        "peagle": "PEagle",
     }
     return {
         "architectures": [f"{names[kind]}DraftModel"],
@@ -152,9 +164,12 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
         "norm.weight": (size,),
     }
     for i in range(layers["num_hidden_layers"]):
-        first = "midlayer." if eagle and "Eagle" in config["architectures"][0] else ""
-        if not first or config.get("speculators_model_type"):
-            first = f"layers.{i}."
+        first = f"layers.{i}."
+        if (
+            "Eagle3" in config["architectures"][0]
+            and "speculators_version" not in config
+        ):
+            first = "midlayer."
         source = 2 * size if eagle and i == 0 else size
         shapes |= {
             first + "input_layernorm.weight": (size,),
@@ -167,13 +182,15 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
             first + "mlp.up_proj.weight": (wide, size),
             first + "mlp.down_proj.weight": (size, wide),
         }
-        if eagle:
+        if eagle and i == 0:
             shapes[first + "hidden_norm.weight"] = (size,)
         if not eagle or layers["model_type"] == "qwen3":
             shapes[first + "self_attn.q_norm.weight"] = (head,)
             shapes[first + "self_attn.k_norm.weight"] = (head,)
     if not eagle:
         shapes["hidden_norm.weight"] = (size,)
+    if "peagle" in kind:
+        shapes["mask_hidden"] = (1, 1, size * len(READS))
     if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (size * len(READS),)
     if config.get("fc_norm"):
@@ -421,9 +438,15 @@ def eagle_chain(
 ) -> tuple[list[int], list[Array]]:
     """Greedy proposals after features (n, F), and the logits of each in the target's.
 
-    Without any cache: every step computes all pairs again.
+    Without any cache: every step computes all pairs again. P-EAGLE's pairs after the
+    real ones are all the same.
     """
-    at = "midlayer." if "midlayer.input_layernorm.weight" in w else "layers.0."
+    masked = w.get("mask_hidden")
+    if masked is not None:
+        more = np.repeat(masked.reshape(1, -1), num_tokens - 1, 0)
+        features = np.concatenate([features, more])
+        masks = np.full(num_tokens - 1, config["mask_token_id"])
+        following = np.append(following, masks)
     if config.get("norm_before_fc"):
         features = norm(features, w["input_norm.weight"])
     if config.get("fc_norm"):
@@ -435,22 +458,38 @@ def eagle_chain(
     tokens = list(following)
     proposed: list[int] = []
     logits = []
-    for _ in range(num_tokens):
-        g, positions = np.array(given), np.arange(len(given))
-        normed = norm(g, w[at + "hidden_norm.weight"])
-        e = norm(embedding[np.array(tokens)], w[at + "input_layernorm.weight"])
-        pair = np.concatenate([e, normed], -1)
-        q, k, v = (heads(pair, w, at, kind, positions) for kind in "qkv")
-        seen = positions <= positions[:, None]
-        h = normed if config.get("norm_before_residual") else g
-        h = h + attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
-        h = h + mlp(norm(h, w[at + "post_attention_layernorm.weight"]), w, at)
+    for step in range(num_tokens):
+        h = eagle_outputs(w, np.array(given), embedding[np.array(tokens)], config)
         after = norm(h, w["norm.weight"])
-        own = after[-1] @ w["lm_head.weight"].T
+        at = -1 if masked is None else len(given) - num_tokens + step
+        own = after[at] @ w["lm_head.weight"].T
         found = np.full(VOCAB, -np.inf)
         found[np.arange(len(own)) + w["d2t"]] = own
         logits.append(found)
         proposed.append(int(found.argmax()))
-        tokens.append(proposed[-1])
-        given.append((after if config.get("norm_output") else h)[-1])
+        if masked is None:
+            tokens.append(proposed[-1])
+            given.append((after if config.get("norm_output") else h)[-1])
     return proposed, logits
+
+
+def eagle_outputs(
+    w: dict[str, Array], g: Array, e: Array, config: dict[str, Any]
+) -> Array:
+    """The layers' outputs (n, D) for features and embeddings of tokens, (n, D) each."""
+    at = "midlayer." if "midlayer.input_layernorm.weight" in w else "layers.0."
+    positions = np.arange(len(g))
+    seen = positions <= positions[:, None]
+    normed = norm(g, w[at + "hidden_norm.weight"])
+    x = np.concatenate([norm(e, w[at + "input_layernorm.weight"]), normed], -1)
+    h = normed if config.get("norm_before_residual") else g
+    i = 0
+    while at + "input_layernorm.weight" in w:
+        q, k, v = (heads(x, w, at, kind, positions) for kind in "qkv")
+        h = h + attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
+        h = h + mlp(norm(h, w[at + "post_attention_layernorm.weight"]), w, at)
+        i += 1
+        at = f"layers.{i}."
+        if at + "input_layernorm.weight" in w:
+            x = norm(h, w[at + "input_layernorm.weight"])
+    return h

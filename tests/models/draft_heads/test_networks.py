@@ -81,6 +81,10 @@ EAGLES: dict[str, dict[str, Any]] = {
         fc_norm=True, norm_output=True, norm_before_residual=True
     ),
     "speculators": published.speculators_config("eagle3", norm_before_fc=True),
+    "peagle": published.peagle_config(norm_before_residual=True),
+    "speculators peagle": published.speculators_config(
+        "peagle", norm_before_fc=True, fc_norm=True
+    ),
 }
 
 
@@ -313,20 +317,21 @@ def test_what_is_wrong_is_seen(
         check_block(head, weights, {}, lender, config=config, mask_token=mask)
 
 
-@pytest.mark.parametrize("name", EAGLES)
-def test_chains(name: str, lender: LoadedModel, tmp_path: Path) -> None:
-    """Steps through caches are those of all pairs computed again each time."""
-    config = EAGLES[name]
-    head, weights = loaded(tmp_path, config, lender)
-    assert isinstance(head, EagleHead)
-    model: Any = lender.model
+def check_chain(
+    head: EagleHead, weights: dict[str, Any], config: Any, target: LoadedModel
+) -> None:
+    model: Any = target.model
     embedding = np.array(model.model.embed_tokens.weight)
     following = [
         np.random.default_rng(9 + n).integers(0, VOCAB, size=n) for n in LENGTHS
     ]
     caches, last = after_context(head, following)
     state, found, logits = mx.stack(last)[:, None], [], []
-    for _ in range(3):
+    if head.at_once:
+        state = mx.concatenate([state, head.states(head.masks(3, 2), caches)], axis=1)
+        logits = list(np.array(head.as_target(head.predict(state))).swapaxes(0, 1))
+        found = [each.argmax(-1) for each in logits]
+    for _ in range(3 - len(found)):
         logits.append(np.array(head.as_target(head.predict(state)))[:, 0])
         found.append(logits[-1].argmax(-1))
         state = head.step(mx.array(found[-1])[:, None], state, caches)
@@ -337,10 +342,72 @@ def test_chains(name: str, lender: LoadedModel, tmp_path: Path) -> None:
         assert [int(each[i]) for each in found] == tokens
         for got, wanted in zip(logits, expected, strict=True):
             assert np.allclose(got[i], wanted, atol=1e-3)
+
+
+def swapped_pair(head: Any) -> None:
+    for name in ("q_proj", "k_proj", "v_proj"):
+        part = head.layers[0].self_attn[name]
+        part.weight = mx.roll(part.weight, WIDTH, 1)
+
+
+def no_learned_state(head: Any) -> None:
+    head.mask_hidden = mx.zeros_like(head.mask_hidden)
+
+
+def other_residual(head: Any) -> None:
+    before = head.args.norm_before_residual
+    head.args = replace(head.args, norm_before_residual=not before)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("eagle3", swapped_pair),
+        ("eagle3", other_residual),
+        ("peagle", other_residual),
+        ("peagle", other_mask),
+        ("peagle", no_learned_state),
+    ],
+)
+def test_what_is_wrong_in_a_chain_is_seen(
+    name: str, fault: Callable[[Any], None], lender: LoadedModel, tmp_path: Path
+) -> None:
+    """The comparison below notices each of these."""
+    head, weights = loaded(tmp_path, EAGLES[name], lender)
+    fault(head)
+    with pytest.raises(AssertionError):
+        check_chain(head, weights, EAGLES[name], lender)
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_chains(name: str, lender: LoadedModel, tmp_path: Path) -> None:
+    """Steps through caches are those of all pairs computed again each time."""
+    config = EAGLES[name]
+    head, weights = loaded(tmp_path, config, lender)
+    assert isinstance(head, EagleHead)
+    check_chain(head, weights, config, lender)
     # Where nobody says which layers, the target's depth does.
     assert head.args.target_layers == (
-        READS if name == "speculators" else (1, 2, LAYERS - 4)
+        READS if "speculators" in name else (1, 2, LAYERS - 4)
     )
+
+
+def test_a_parallel_head_may_be_named_eagle(
+    lender: LoadedModel, tmp_path: Path
+) -> None:
+    """Without its learned state it would draft one good token in a round.
+
+    Some name the mask's token as PARD does.
+    """
+    config = published.peagle_config() | {"mask_token_id": None, "pard_token": 5}
+    weights = write_head(tmp_path, config)
+    named = config | {"architectures": ["LlamaForCausalLMEagle3"]}
+    head: Any = load_head(tmp_path, named, "the draft", lender).model
+    assert head.args.kind == "P-EAGLE"
+    assert head.args.mask_token == 5
+    assert np.allclose(head.mask_hidden, weights["mask_hidden"].reshape(-1))
+    with pytest.raises(ModelError, match="mask_token_id is missing"):
+        load_head(tmp_path, named | {"pard_token": None}, "the draft", lender)
 
 
 def test_arrays_may_be_named_as_in_a_model(lender: LoadedModel, tmp_path: Path) -> None:
@@ -471,7 +538,7 @@ def test_the_rows_of_an_embedding_are_read_as_they_are(
     model = tiny_model("gemma2", num_hidden_layers=LAYERS)
     target = LoadedModel(model, None, {}, "the target")  # type: ignore[arg-type]
     scale = {"input_embedding_scale": 3.0}
-    tokens = mx.array([[3, 96, 96]])
+    tokens = mx.array([[3, 96, 96]] * 3)
     stored, inputs = model.model.embed_tokens.weight[tokens], list[mx.array]()
 
     def noted(x: mx.array, attend: Any) -> mx.array:
