@@ -55,7 +55,7 @@ class PEagleHead(EagleHead):
         return mx.full((rows, count), self.args.mask_token, mx.int32)
 
     def states(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Outputs (B, S, D) for learned pairs of the tokens (B, S), which are written."""
+        """Outputs (B, S, D) for learned pairs of tokens (B, S), which are written."""
         feature = self.feature(self.mask_hidden[None, None])
         shape = (*tokens.shape, feature.shape[-1])
         return self.step(tokens, mx.broadcast_to(feature, shape), caches)
