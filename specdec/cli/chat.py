@@ -184,7 +184,7 @@ class _Talk:
                 for event in session.step():
                     pieces = list(parts.feed(event.text))
                     if event.result is not None:
-                        pieces += parts.finish(whole=False)
+                        pieces += parts.finish(cut=True)
                         self._count(event.result)
                     for piece in pieces:
                         assert isinstance(piece, Piece)  # it has no tools

@@ -39,6 +39,7 @@ def render_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     continued: bool = False,
+    answer: bool = True,
 ) -> str:
     """Chat messages as the text that the model continues.
 
@@ -46,6 +47,7 @@ def render_chat(
         config: more variables for the template.
         tools: the tools that the model may call.
         continued: the last message is the beginning of the answer.
+        answer: what begins an answer follows the messages.
 
     A Python function that renders messages, mlx-lm's or the user's own, is called in
     this process.
@@ -57,7 +59,7 @@ def render_chat(
     """
     options: dict[str, Any] = {
         **config,
-        "add_generation_prompt": not continued,
+        "add_generation_prompt": answer and not continued,
     }
     if continued:
         options["continue_final_message"] = True

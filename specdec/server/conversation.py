@@ -141,10 +141,10 @@ def check_name(name: str, where: str) -> None:
 def arguments_of(text: str, where: str) -> dict[str, Any]:
     """A call's arguments in the form that chat templates need."""
     try:
-        found = parse_json(text or "{}")
+        value = parse_json(text) if text.strip() else None
     except DataError as error:
         raise Refusal(f"{where}: {error}", param=where) from error
-    arguments: dict[str, Any] = shaped(found, dict, where)
+    arguments: dict[str, Any] = shaped({} if value is None else value, dict, where)
     return arguments
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ..decoder import SpecDecoder
 from ..errors import PromptError
 from ..grammar import Grammar
 from ..prompts import EncodedPrompt, encode
-from ..prompts.templates import template_of
-from .job import Chat, Text, Tools
+from ..prompts.templates import render_chat, template_of
+from .job import Chat, Message, Text, Tools
 from .refusal import Refusal
+from .system_turns import arranged
+from .tool_calls import CallFormat, format_of
 
 #: Tokens around the text before and after a gap: the first one, the one between, the
 #: last one, and whether the text after the gap comes first. One line per model family.
@@ -32,17 +35,6 @@ _GAP_ENDS = (
     "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>",
     "<|file_separator|>", "<|repo_name|>", "\u2581<EOT>", "<EOT>",
 )  # fmt: skip
-
-#: How a call of function ``$`` begins after the marker, by the name of mlx-lm's parser.
-_CALLS = {
-    "json_tools": '\n{"name": "$", "arguments": ',
-    "qwen3_coder": "\n<function=$>\n",
-    "mistral": "$[ARGS]",
-    "pythonic": "[$(",
-    "function_gemma": "call:${",
-    "gemma4": "call:${",
-    "minimax_m2": '\n<invoke name="$">\n',
-}
 
 
 @dataclass(frozen=True)
@@ -83,60 +75,89 @@ def encode_source(decoder: SpecDecoder, source: Chat | Text) -> Encoded:
 
 def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
     tokenizer, tools = decoder.tokenizer, chat.tools
+    calls = format_of(tokenizer)
     if tools.functions:
-        check_tools(tokenizer, tools)
+        check_tools(tokenizer, calls, tools)
+    messages = arranged(tokenizer, chat.messages)
+    if calls is not None:
+        messages = calls.fit_ids(messages)
+    options: dict[str, Any] = {
+        "tools": list(tools.functions) or None,
+        "continued": chat.continue_final,
+    }
     prompt = encode(
         tokenizer,
-        chat.messages,
+        messages,
         limit=decoder.prompt_limit,
-        tools=list(tools.functions) or None,
-        continued=chat.continue_final,
         chat_template_config=chat.variables,
+        **options,
     )
-    thinks = _thinks(tokenizer, prompt.token_ids)
+    thinks = _thinks(tokenizer, prompt.text, messages, chat.variables, **options)
     if not tools.forced and not (thinks and chat.formatted):
         return Encoded(prompt, thinks)
-    begun = beginning(tokenizer, tools.name) if tools.forced else ""
+    begun = beginning(calls, tools.name) if tools.forced else ""
     written = f"{tokenizer.think_end}\n\n{begun}" if thinks else begun
     more = tokenizer.encode(written, add_special_tokens=False)
     text, token_ids = prompt.text + written, (*prompt.token_ids, *more)
     return Encoded(EncodedPrompt(text, token_ids), begun=begun)
 
 
-def _thinks(tokenizer: Any, tokens: tuple[int, ...]) -> bool:
-    if not getattr(tokenizer, "has_thinking", False):
+def _thinks(
+    tokenizer: Any,
+    text: str,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    *,
+    tools: Any,
+    continued: bool,
+) -> bool:
+    """Whether the answer begins within a thought.
+
+    Only what the template wrote after the last turn says so, or the beginning of the
+    answer that is continued: a turn may speak of the markers.
+    """
+    start = getattr(tokenizer, "think_start", None)
+    if not start or start not in text:
         return False
-    start = tokenizer.rfind_think_start(tokens)
-    return bool(start > tokenizer.rfind_think_end(tokens))
+    before = ""
+    if earlier := messages[:-1] if continued else messages:
+        try:
+            before = render_chat(
+                tokenizer, earlier, variables, tools=tools, answer=False
+            )
+        except Exception:  # a template may refuse them without an answer
+            text = messages[-1]["content"] if continued else ""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
+    written = text[sum(1 for _ in same) :]
+    return written.rfind(start) > written.rfind(tokenizer.think_end)
 
 
-def check_tools(tokenizer: Any, tools: Tools) -> None:
+def check_tools(tokenizer: Any, calls: CallFormat | None, tools: Tools) -> None:
     """Refuse tools that the model's chat template or parser does not support."""
     template = template_of(tokenizer, tools=tools.functions)
     reads = template is None or "tools" in template
-    if not getattr(tokenizer, "has_tool_calling", False) or not reads:
+    if calls is None or not reads:
         raise Refusal.unsupported(
             "tools",
             "tools is not supported: the chat template of this model knows no tools; "
             "use another model",
         )
     if tools.forced:
-        beginning(tokenizer, tools.name)
+        beginning(calls, tools.name)
 
 
-def beginning(tokenizer: Any, name: str | None) -> str:
+def beginning(calls: CallFormat | None, name: str | None) -> str:
     """The beginning of an answer that calls ``name``, or any function for ``None``."""
-    start: str = tokenizer.tool_call_start
+    assert calls is not None
     if name is None:
-        return start
-    parser = tokenizer.tool_parser.__module__.rpartition(".")[2]
-    if parser not in _CALLS:
+        return calls.start
+    if calls.opening is None:
         raise Refusal.unsupported(
             "tool_choice",
-            f"tool_choice names a function, and calls of this model ({parser}) can "
+            f"tool_choice names a function, and calls of this model ({calls.name}) can "
             "only be required: use required",
         )
-    return start + _CALLS[parser].replace("$", name)
+    return calls.start + calls.opening.replace("$", name)
 
 
 def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
@@ -148,7 +169,8 @@ def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
     ]
     if not tools.forced or not any(each.get("strict") for each in wanted):
         return None
-    if tokenizer.tool_parser.__module__.rpartition(".")[2] != "json_tools":
+    calls = format_of(tokenizer)
+    if calls is None or not calls.is_json or calls.opening is None:
         raise Refusal.unsupported(
             "tools",
             "strict is not supported: calls of this model are no JSON; leave it out",
@@ -157,10 +179,10 @@ def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
     for i, each in enumerate(wanted):
         schema = dict(each.get("parameters") or {"type": "object"})
         schema["x-guidance"] = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
-        begun = "" if tools.name else json.dumps(_CALLS["json_tools"]).replace(
+        begun = "" if tools.name else json.dumps(calls.opening).replace(
             "$", each["name"]
         )  # fmt: skip
-        rules += [f'call{i}: {begun} arguments{i} "}}"',
+        rules += [f"call{i}: {begun} arguments{i} {json.dumps(calls.closing)}",
                   f"arguments{i}: %json {json.dumps(schema)}"]  # fmt: skip
     start = " | ".join(f"call{i}" for i in range(len(wanted)))
     return Grammar.lark("\n".join([f"start: {start}", *rules]))

@@ -17,6 +17,7 @@ from ..request import TokenLogprobs
 from ..sampling_params import SamplingParams
 
 Message: TypeAlias = dict[str, Any]
+EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Tokens: TypeAlias = list[tuple[int, TokenLogprobs]]
 
 
@@ -127,13 +128,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Call:
-    """A complete tool call of a choice; ``arguments`` are JSON."""
+    """A tool call of a choice.
+
+    Args:
+        arguments: a JSON object as text; its beginning if the call was cut.
+        cut: what was written of it, if the answer ended within the arguments.
+    """
 
     choice: int
     index: int
     id: str
     name: str
     arguments: str
+    cut: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class End:
     """
 
     choice: int
-    reason: Literal["stop", "length", "tool_calls"]
+    reason: EndReason
     result: GenerationResult
     stop: str | None = None
     cut: str | None = None

@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..utils.printable import quoted
 from .conversation import (
@@ -211,38 +211,44 @@ def _messages(system: Any, given: Sequence[dict[str, Any]]) -> list[Message]:
         text = "\n\n".join(filter(None, (BILLING.sub("", part, 1) for part in parts)))
     if text := BILLING.sub("", text, 1):
         made.append({"role": "system", "content": text})
-    called: dict[str, str] = {}
+    # Turns of one role in a row are one turn, as Anthropic documents.
+    turns: list[tuple[str, list[_Block]]] = []
     for i, message in enumerate(given):
         at = f"messages[{i}]"
         shaped(message, {"role": str, "content": (str, [dict])}, at)
-        if message["role"] == "system":
-            text = text_of(message["content"], f"{at}.content")
-            made.append({"role": "system", "content": text})
-            continue
-        if message["role"] not in ("user", "assistant"):
+        role, content = message["role"], message["content"]
+        if role not in ("user", "assistant", "system"):
             raise Refusal(
-                f"{at}.role is {quoted(message['role'])}: it must be user, assistant "
-                "or system",
+                f"{at}.role is {quoted(role)}: it must be user, assistant or system",
                 param=f"{at}.role",
             )
-        content = message["content"]
-        blocks = content if isinstance(content, list) else [
-            {"type": "text", "text": content}
-        ]  # fmt: skip
-        take = _user if message["role"] == "user" else _assistant
-        made += take(blocks, f"{at}.content", called)
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        blocks = [(f"{at}.content[{j}]", block) for j, block in enumerate(content)]
+        if role != "system" and turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((role, blocks))
+    called: dict[str, str] = {}
+    for role, blocks in turns:
+        if role == "system":
+            text = "".join(text_of([block], at) for at, block in blocks)
+            made.append({"role": "system", "content": text})
+        else:
+            made += (_user if role == "user" else _assistant)(blocks, called)
     if not made:
         raise Refusal("messages is empty: add one", param="messages")
     return made
 
 
-def _user(
-    blocks: Sequence[dict[str, Any]], where: str, called: dict[str, str]
-) -> Iterator[Message]:
+#: A block of a message's content, after its place in the request.
+_Block: TypeAlias = tuple[str, dict[str, Any]]
+
+
+def _user(blocks: Sequence[_Block], called: dict[str, str]) -> Iterator[Message]:
     """A turn of the user: results of tools, then text."""
     texts = []
-    for i, block in enumerate(blocks):
-        at = f"{where}[{i}]"
+    for at, block in blocks:
         if block.get("type") == "tool_result":
             shape = {"tool_use_id": str, "content?": (str, [dict], None),
                      "is_error?": (bool, None)}  # fmt: skip
@@ -264,16 +270,14 @@ def _user(
         yield {"role": "user", "content": "\n\n".join(filter(None, texts))}
 
 
-def _assistant(
-    blocks: Sequence[dict[str, Any]], where: str, called: dict[str, str]
-) -> Iterator[Message]:
+def _assistant(blocks: Sequence[_Block], called: dict[str, str]) -> Iterator[Message]:
     """A turn of the model: thoughts, text and calls."""
     made: Message = {"role": "assistant", "content": ""}
-    calls = []
-    for i, block in enumerate(blocks):
-        at, kind = f"{where}[{i}]", block.get("type")
+    calls, thoughts = [], []
+    for at, block in blocks:
+        kind = block.get("type")
         if kind == "thinking":
-            made["reasoning_content"] = shaped(block, {"thinking": str}, at)["thinking"]
+            thoughts.append(shaped(block, {"thinking": str}, at)["thinking"])
         elif kind == "redacted_thinking":
             continue  # its content is encrypted
         elif kind == "tool_use":
@@ -284,6 +288,8 @@ def _assistant(
             calls.append({"type": "function", "id": block["id"], "function": function})
         else:
             made["content"] += text_of([block], at)
+    if thoughts := list(filter(None, thoughts)):
+        made["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
         made["tool_calls"] = calls
     yield made
@@ -354,6 +360,8 @@ class MessageRendering(Rendering):
             yield sse(start, "message_start")
         elif isinstance(event, Piece):
             yield from self._text(event)
+        elif isinstance(event, Call) and event.cut:
+            yield from self._text(_cut_call(event))
         elif isinstance(event, Call):
             yield from self._close()
             block = {"type": "tool_use", "id": event.id, "name": event.name}
@@ -402,6 +410,11 @@ class MessageRendering(Rendering):
         yield sse({"type": "message_stop"}, "message_stop")
 
 
+def _cut_call(call: Call) -> Piece:
+    """A call that was cut, as text: its arguments are no object yet."""
+    return Piece(call.choice, "text", call.cut)
+
+
 def _ending(end: End) -> dict[str, Any]:
     reason = "stop_sequence" if end.stop is not None else _ENDS[end.reason]
     made: dict[str, Any] = {"stop_reason": reason, "stop_sequence": end.stop}
@@ -420,6 +433,9 @@ def _content(outcome: Outcome, *, omits_thinking: bool) -> list[dict[str, Any]]:
     if outcome.text:
         content.append({"type": "text", "text": outcome.text})
     for call in outcome.calls:
+        if call.cut:
+            content.append({"type": "text", "text": _cut_call(call).text})
+            continue
         made = {"type": "tool_use", "id": call.id, "name": call.name}
         content.append({**made, "input": json.loads(call.arguments)})
     return content

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
-
-from ..errors import reason_of
 from .encoding import Encoded
 from .job import Call, Piece, Tokens, Tools
+from .tool_calls import CallFormat, format_of, in_string
 
 log = logging.getLogger("specdec.server")
 
@@ -20,9 +17,10 @@ log = logging.getLogger("specdec.server")
 class Parts:
     """Splits the growing text of one choice into text, reasoning and calls.
 
-    Markers of mlx-lm's tokenizers separate reasoning and tool calls. Text that could
-    be the beginning of a marker is held back until the next text decides. A call that
-    cannot be parsed becomes text: nothing that was generated is lost.
+    A marker counts where the model's form has it: a thought begins at the beginning of
+    the answer or after a call, and calls need tools. Elsewhere it is text like any
+    other. Text that could be the beginning of a marker is held back until the next text
+    decides. What cannot be read as a call is text, as it was written.
 
     Args:
         choice: the choice's number.
@@ -33,106 +31,218 @@ class Parts:
 
     def __init__(self, choice: int, tokenizer: Any, encoded: Encoded, tools: Tools):
         self._choice = choice
-        self._tokenizer = tokenizer
         self._tools = tools
         self.calls = 0
+        self.cut = False  # the last call is not whole
+        self._format: CallFormat | None = None
+        if tools.functions:
+            self._format = format_of(tokenizer)
+        self._edges, self._state = _edges(tokenizer, self._format)
+        self._think_start = getattr(tokenizer, "think_start", None) or ""
+        self._think_end = getattr(tokenizer, "think_end", None) or ""
+        if encoded.thinks and "reasoning" in self._edges:
+            self._state = "reasoning"
+        self._buffer = ""  # text that could begin a marker
         self._call = ""  # the text of a call that is being written
-        self._fresh = False  # nothing was shown since the last marker
-        self._state: Any = None
-        marked = any(
-            getattr(tokenizer, name, False)
-            for name in ("has_thinking", "has_tool_calling", "structural_markers")
-        )
-        if marked:
-            machine = make_text_state_machine(tokenizer)
-            initial = "reasoning" if encoded.thinks else "normal"
-            self._state = machine.make_state(
-                tokenizer.response_initial_state or initial
-            )
-            self._fresh = encoded.thinks
-            if encoded.begun:
-                list(self.feed(encoded.begun))
+        self._opened = ""  # the marker before it
+        self._thinking = False  # it was begun within a thought
+        self._header = ""  # of a message of harmony
+        self._blank = True  # no text since the beginning or the last call
+        self._fresh = encoded.thinks  # nothing was shown since the last marker
+        if encoded.begun:
+            list(self.feed(encoded.begun))
 
     def feed(self, text: str, tokens: Tokens | None = None) -> Iterator[Piece | Call]:
         """The parts that ``text`` adds; ``tokens`` belong to it."""
-        if self._state is None:
-            if text or tokens:
-                yield Piece(self._choice, "text", text, tokens)
-            return
-        before = self._state[0]
-        self._state, segments = TextStateMachine.split(self._state, text)
-        for at, (kind, part) in enumerate(segments):
-            if at:
-                yield from self._turn(before, kind)
-            before = kind
-            yield from self._part(kind, part)
+        self._buffer += text
+        while True:
+            if self._state == "normal" and self._blank and self._format:
+                begun = self._buffer.lstrip()
+                if any(bare.startswith(begun) for bare in self._format.bare):
+                    break  # it could be a call without a marker
+                if begun.startswith(self._format.bare or ("\0",)):
+                    self._begin_call("")
+            markers = self._edges.get(self._state, {})
+            at, marker = self._first(markers)
+            if marker is None:
+                at = len(self._buffer) - self._held(markers)
+                ready, self._buffer = self._buffer[:at], self._buffer[at:]
+                yield from self._part(ready)
+                break
+            before = self._buffer[:at]
+            self._buffer = self._buffer[at + len(marker) :]
+            yield from self._part(before)
+            yield from self._turn(marker, markers[marker])
         if tokens:
             yield Piece(self._choice, "text", "", tokens)
 
-    def finish(self, *, whole: bool) -> Iterator[Piece | Call]:
-        """The parts held back; ``whole``: a call that is being written is complete."""
-        if self._state is None:
-            return
-        self._state, text, kind = TextStateMachine.flush(self._state)
-        yield from self._part(kind, text)
-        if kind == "tool":
-            yield from self._called(whole=whole)
+    def finish(self, *, cut: bool) -> Iterator[Piece | Call]:
+        """The parts held back; ``cut``: a limit ended the answer, not the model."""
+        text, self._buffer = self._buffer, ""
+        bare = self._format is not None and self._format.bare
+        if self._state == "normal" and self._blank and bare and text.strip() in bare:
+            self._begin_call("")
+        yield from self._part(text)
+        if self._state == "tool":
+            yield from self._called("", cut=cut)
 
-    def _turn(self, before: str, after: str) -> Iterator[Piece | Call]:
+    # -- markers -----------------------------------------------------------
+
+    def _first(self, markers: Iterable[str]) -> tuple[int, str | None]:
+        """The first marker in the buffer that counts there; the longest of several."""
+        places = [
+            (self._buffer.find(marker), -len(marker), marker)
+            for marker in markers
+            if marker in self._buffer
+        ]
+        places = [place for place in places if self._counts(place[2], place[0])]
+        return (min(places)[0], min(places)[2]) if places else (-1, None)
+
+    def _held(self, markers: Iterable[str]) -> int:
+        """How many characters at the buffer's end could begin a marker."""
+        size = len(self._buffer)
+        sizes = [
+            part
+            for marker in markers
+            for part in range(min(len(marker) - 1, size), 0, -1)
+            if marker.startswith(self._buffer[size - part :])
+            and self._counts(marker, size - part)
+        ]
+        return max(sizes, default=0)
+
+    def _counts(self, marker: str, at: int) -> bool:
+        if self._state == "tool":
+            if marker == self._think_end:  # a call that is only thought about
+                return self._thinking
+            assert self._format is not None
+            text = self._call + self._buffer[:at]
+            return not (self._format.is_json and in_string(text))
+        # A marker with a bar is a token that no explanation has.
+        if marker != self._think_start or "|" in marker or self._state == "header":
+            return True
+        return self._blank and not self._buffer[:at].strip()
+
+    def _turn(self, marker: str, state: str) -> Iterator[Piece | Call]:
+        if self._state == "tool":
+            closed = marker if marker != self._think_end else ""
+            yield from self._called(closed, cut=False)
+            if closed and self._state == "reasoning":  # it was no call
+                return
+        elif self._state == "header" and state == "message":
+            yield from self._message()
+            return
+        if state == "tool":
+            self._begin_call(marker)
+        else:
+            self._state, self._header = state, ""
         self._fresh = True
-        if before == "tool":
-            yield from self._called(whole=True)
 
-    def _part(self, kind: str, text: str) -> Iterator[Piece | Call]:
-        if kind == "tool":
+    def _begin_call(self, marker: str) -> None:
+        self._thinking = self._state == "reasoning"
+        self._opened, self._state = marker, "tool"
+
+    def _message(self) -> Iterator[Piece | Call]:
+        """What a header of harmony says of the message after it."""
+        header, self._header = self._header, ""
+        self._fresh = True
+        called = re.search(r"to=functions\.([\w.-]+)", header)
+        if called and self._format is not None:
+            self._begin_call(f"{header}<|message|>")
+            self._call = f'{{"name": "{called[1]}", "arguments": '
+        else:
+            self._state = "reasoning" if "analysis" in header else "normal"
+        yield from ()
+
+    # -- parts -------------------------------------------------------------
+
+    def _part(self, text: str) -> Iterator[Piece]:
+        if self._state == "tool":
             self._call += text
-            return
+        elif self._state == "header":
+            self._header += text
+        else:
+            yield from self._shown(text, thinking=self._state == "reasoning")
+
+    def _shown(self, text: str, *, thinking: bool) -> Iterator[Piece]:
         # Models put blank lines around their markers; they are not part of the answer.
-        shown = text.lstrip("\n" if not self.calls else None) if self._fresh else text
-        if not shown:
+        text = text.lstrip("\n" if not self.calls else None) if self._fresh else text
+        if not text:
             return
         self._fresh = False
-        is_reasoning = kind == "reasoning"
-        yield Piece(self._choice, "reasoning" if is_reasoning else "text", shown)
+        self._blank &= thinking or not text.strip()
+        yield Piece(self._choice, "reasoning" if thinking else "text", text)
 
-    def _called(self, *, whole: bool) -> Iterator[Piece | Call]:
+    def _called(self, closed: str, *, cut: bool) -> Iterator[Piece | Call]:
+        """The calls in the text since the marker; ``closed``: the marker after it."""
         text, self._call = self._call, ""
-        start, end = self._tokenizer.tool_call_start, self._tokenizer.tool_call_end
-        calls = self._parsed(text)
+        assert self._format is not None
+        object_ = text
+        if self._format.name == "harmony":
+            text = text.partition('"arguments": ')[2]
+            object_ += "}" if not cut else ""
+        calls, rest = self._format.read(object_, self._tools.functions, cut=cut)
+        self._state = "normal"
         if not calls:
-            written = f"{start}{text}{end if whole else ''}"
-            yield Piece(self._choice, "text", written)
-        for call in calls:
-            made = call.get("id")
+            if self._thinking and closed:
+                self._state = "reasoning"
+            self._fresh = False
+            yield from self._shown(
+                f"{self._opened}{text}{closed}", thinking=self._thinking
+            )
+            return
+        names = {tool["function"]["name"] for tool in self._tools.functions}
+        for call in calls[:1] if self._tools.single else calls:
+            if call.name not in names:
+                log.warning("a model called %.100r, which is no tool", call.name)
+            id_ = self._format.valid_id(call.id)
             yield Call(
                 self._choice,
                 self.calls,
-                made if isinstance(made, str) and made else f"call_{uuid.uuid4().hex}",
-                call["name"],
-                json.dumps(call["arguments"], ensure_ascii=False),
+                id_ or self._format.new_id(call.name, self.calls),
+                call.name,
+                call.arguments,
+                cut=call.cut if calls[1:] else call.cut and self._opened + text,
             )
             self.calls += 1
+            self.cut |= bool(call.cut)
+        self._blank = self._fresh = True
+        if not self._tools.single:
+            yield from self._shown(rest, thinking=False)
 
-    def _parsed(self, text: str) -> Sequence[Mapping[str, Any]]:
-        """The calls in a text; none if the request has no tools."""
-        if not self._tools.functions:
-            return []
-        try:
-            parsed = self._tokenizer.tool_parser(text, list(self._tools.functions))
-        except Exception as error:  # the text is a model's
-            log.info("a tool call cannot be parsed: %s", reason_of(error))
-            return []
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        if self._tools.single:
-            calls = calls[:1]
-        for call in calls:
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                return []
-            arguments = call.get("arguments", {})
-            if isinstance(arguments, str):
-                try:
-                    arguments = json.loads(arguments)
-                except ValueError:
-                    return []
-            call["arguments"] = arguments
-        return calls
+
+def _edges(
+    tokenizer: Any, calls: CallFormat | None
+) -> tuple[dict[str, dict[str, str]], str]:
+    """The markers of each state and the states after them; the first state."""
+    if (calls is not None and calls.name == "harmony") or _is_harmony(tokenizer):
+        ends = {"<|end|>": "header", "<|return|>": "header", "<|start|>": "header"}
+        return {
+            "header": {"<|message|>": "message"},
+            "tool": {"<|call|>": "header", **ends},
+            **dict.fromkeys(("reasoning", "normal"), ends),
+        }, "header"
+    edges: dict[str, dict[str, str]] = {"normal": {}}
+    if getattr(tokenizer, "has_thinking", False):
+        edges["normal"][tokenizer.think_start] = "reasoning"
+        edges["reasoning"] = {tokenizer.think_end: "normal"}
+    transitions = getattr(tokenizer, "response_transitions", None) or {}
+    for state, pairs in transitions.items():
+        more = {m: to for m, to in pairs if to != "tool" or calls is not None}
+        edges.setdefault(state, {}).update(more)
+    for marker in getattr(tokenizer, "structural_markers", ()) or ():
+        edges["normal"][marker] = "normal"
+    if calls is not None:
+        # A form of answers that leads to calls says where they start.
+        if not any(to == "tool" for pairs in transitions.values() for _, to in pairs):
+            edges["normal"][calls.start] = "tool"
+        if "reasoning" in edges:
+            edges["reasoning"][calls.start] = "tool"
+        edges["tool"] = {calls.end: "normal"} if calls.end else {}
+        if "reasoning" in edges and getattr(tokenizer, "has_thinking", False):
+            edges["tool"][tokenizer.think_end] = "normal"
+    return edges, getattr(tokenizer, "response_initial_state", None) or "normal"
+
+
+def _is_harmony(tokenizer: Any) -> bool:
+    template = getattr(tokenizer, "chat_template", None)
+    return isinstance(template, str) and "<|channel|>" in template

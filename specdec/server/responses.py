@@ -213,7 +213,10 @@ def _item(
     elif kind == "reasoning":
         parts = shaped(item.get("content") or [], [dict], f"{where}.content")
         text = text_of(parts, f"{where}.content", ("reasoning_text",))
-        if text:
+        if text and last is not None:
+            earlier = last.get("reasoning_content")
+            last["reasoning_content"] = f"{earlier}\n\n{text}" if earlier else text
+        elif text:
             message = {"role": "assistant", "content": "", "reasoning_content": text}
             made.append(message)
     else:
@@ -319,7 +322,8 @@ class ResponseRendering(Rendering):
         yield "response.function_call_arguments.delta", {**self._place(), **said}
         written = {"arguments": call.arguments, "name": call.name}
         yield "response.function_call_arguments.done", {**self._place(), **written}
-        self._items[-1] |= {"arguments": call.arguments, "status": "completed"}
+        status = "incomplete" if call.cut else "completed"
+        self._items[-1] |= {"arguments": call.arguments, "status": status}
         yield self._item("done")
 
     def _place(self) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from ..sampling_params import SamplingParams
 from ..utils.output_text import stop_texts
 from .config import ServerConfig
 from .encoding import Encoded, call_grammar, encode_source
-from .job import Begun, Chat, End, Event, Job, Text, Tokens, Tools
+from .job import Begun, Chat, End, EndReason, Event, Job, Text, Tokens, Tools
 from .metrics import Metrics
 from .parts import Parts
 from .refusal import Refusal, refusal_of
+from .tool_calls import format_of
 
 #: Weight of the row that ended last in the mean time that a row takes.
 _NEWEST = 0.1
@@ -197,8 +198,10 @@ class Service:
 
     def _ends(self, tools: Tools) -> tuple[str, ...]:
         """The text that ends an answer with its first call."""
-        end = getattr(self.decoder.tokenizer, "tool_call_end", None)
-        return (end,) if end and tools.functions and tools.single else ()
+        if not (tools.functions and tools.single):
+            return ()
+        calls = format_of(self.decoder.tokenizer)
+        return (calls.end,) if calls and calls.end else ()
 
     def _check_size(self, encoded: Encoded, job: Job) -> None:
         most, size = self.config.max_prompt_tokens, len(encoded.prompt.token_ids)
@@ -285,15 +288,19 @@ class Service:
             cut = "shutdown" if self._draining else "time limit"
             if not result.token_ids and cut == "time limit":
                 raise _too_late()
-        for part in parts.finish(whole=result.finish_reason == "stop"):
-            inbox.put_nowait(part)
         stop = result.stop_reason
         asked = isinstance(stop, str) and stop in prepared.job.params.stop
         ended = result.finish_reason == "stop"
+        closed = stop if ended and isinstance(stop, str) and not asked else ""
+        for part in (*parts.feed(closed), *parts.finish(cut=asked or not ended)):
+            inbox.put_nowait(part)
+        reason: EndReason = "length"
+        if ended:
+            reason = "tool_calls" if parts.calls and not parts.cut else "stop"
         inbox.put_nowait(
             End(
                 choice,
-                "tool_calls" if parts.calls else "stop" if ended else "length",
+                reason,
                 result,
                 stop=str(stop) if asked else None,
                 cut=cut,

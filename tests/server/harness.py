@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,23 @@ TEMPLATE = (
 )
 
 
-def tokenizer(folder: Path, template: str = TEMPLATE, *, marked: bool = True) -> Any:
-    """Byte-level; with marks for thoughts, tools and gaps it reads tools as JSON."""
-    from mlx_lm.tool_parsers import json_tools
+def tokenizer(
+    folder: Path,
+    template: str = TEMPLATE,
+    *,
+    marked: bool = True,
+    parser: str | None = "json_tools",
+) -> Any:
+    """Byte-level; with marks for thoughts, tools and gaps.
 
+    Args:
+        parser: mlx-lm's parser of tool calls; ``None``: mlx-lm has none.
+    """
     made = byte_level(**{"tokenizer.chat_template": template})
     at = next(i for i, token in enumerate(made.tokens) if token.startswith("[PAD"))
-    for i, mark in enumerate(MARKS):
+    module = import_module(f"mlx_lm.tool_parsers.{parser}") if parser else None
+    ends = (module.tool_call_start, module.tool_call_end) if module else ()
+    for i, mark in enumerate(dict.fromkeys((*MARKS, *filter(None, ends)))):
         if mark not in made.tokens:
             made.tokens[at + i], made.types[at + i] = mark, 4
     if not marked:
@@ -58,14 +69,19 @@ def tokenizer(folder: Path, template: str = TEMPLATE, *, marked: bool = True) ->
     return ExactTokenizerWrapper(
         wrapper._tokenizer,
         eos_token_ids=list(wrapper.eos_token_ids),
-        tool_call_start=json_tools.tool_call_start,
-        tool_call_end=json_tools.tool_call_end,
-        tool_parser=json_tools.parse_tool_call,
+        tool_call_start=module and module.tool_call_start,
+        tool_call_end=module and module.tool_call_end,
+        tool_parser=module and module.parse_tool_call,
     )
 
 
 def tiny_decoder(
-    folder: Path, *, template: str = TEMPLATE, marked: bool = True, **config: Any
+    folder: Path,
+    *,
+    template: str = TEMPLATE,
+    marked: bool = True,
+    parser: str | None = "json_tools",
+    **config: Any,
 ) -> SpecDecoder:
     """A random target with a smaller draft."""
     options: dict[str, Any] = {
@@ -75,7 +91,7 @@ def tiny_decoder(
         "prefix_cache_memory": 10**8,
         **config,
     }
-    words = tokenizer(folder, template, marked=marked)
+    words = tokenizer(folder, template, marked=marked, parser=parser)
     model_config = {"max_position_embeddings": 4096}
     target = _tiny_model("llama", vocab_size=VOCAB)
     draft = _tiny_model("llama", seed=5, num_hidden_layers=1, vocab_size=VOCAB)
@@ -93,6 +109,10 @@ class Scripted:
         decoder: encodes, and checks.
         answer: of every prompt's text.
         pause: seconds before an answer begins.
+
+    Attributes:
+        reason: how answers end that no stop text ends.
+        size: characters of each piece of an answer.
     """
 
     def __init__(
@@ -111,6 +131,8 @@ class Scripted:
     async def serve(self) -> AsyncIterator[Scripted]:
         yield self
 
+    reason: Any = "stop"
+    size = 3
     stats = RunStats()
     load = EngineLoad()
     failure = None
@@ -129,7 +151,7 @@ class Scripted:
     ) -> AsyncGenerator[StreamEvent, None]:
         self.prompts.append(prompt.text)
         self.params.append(params)
-        text, reason, matched = self.answer(prompt.text), "stop", None
+        text, matched = self.answer(prompt.text), None
         for stop in params.stop:
             if stop in text:
                 text, matched = text[: text.index(stop)], stop
@@ -138,7 +160,7 @@ class Scripted:
             prompt=prompt.text,
             text=text,
             token_ids=list(range(len(text))),
-            finish_reason=reason,  # type: ignore[arg-type]
+            finish_reason="stop" if matched is not None else self.reason,
             stop_reason=matched,
             prompt_tokens=len(prompt.token_ids),
             prefix_tokens=3,
@@ -147,8 +169,8 @@ class Scripted:
             accepted=4,
         )
         await asyncio.sleep(self.pause)
-        for i in range(0, len(text), 3):
-            yield StreamEvent(index=0, text=text[i : i + 3], token_ids=[1])
+        for i in range(0, len(text), self.size):
+            yield StreamEvent(index=0, text=text[i : i + self.size], token_ids=[1])
         yield StreamEvent(index=0, text="", token_ids=[], result=result)
 
 

@@ -1,0 +1,72 @@
+"""Puts system turns where a chat template takes them.
+
+Many templates refuse a system turn that is not the first, or drop it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from ..prompts.templates import render_chat, template_of
+from .job import Message
+
+#: Whether a tokenizer's template takes later system turns, by the template's text.
+_TAKES: weakref.WeakKeyDictionary[Any, dict[str | None, bool]] = (
+    weakref.WeakKeyDictionary()
+)
+_PROBE = ("first", "answer", "SYSTEM-PROBE", "second")
+
+
+def arranged(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """Messages whose system turns the template takes, in the order of the conversation.
+
+    System turns before all others become one. A later one stays where it is. If the
+    template does not take it there, it becomes text of a turn of the user, so that the
+    prompt before it does not change.
+    """
+    turns = [m for m in messages if m["role"] != "system" or m["content"].strip()]
+    leading = list(takewhile(lambda m: m["role"] == "system", turns))
+    turns = turns[len(leading) :]
+    if leading:
+        text = "\n\n".join(message["content"] for message in leading)
+        leading = [{**leading[0], "content": text}]
+    if not any(m["role"] == "system" for m in turns) or _takes(tokenizer):
+        return [*leading, *turns]
+    placed: list[Message] = []
+    marked = False  # the last turn has text of a system turn
+    for turn in turns:
+        is_system = turn["role"] == "system"
+        text = turn["content"]
+        if is_system:
+            text = f"<system>\n{text}\n</system>"
+        after_user = bool(placed) and placed[-1]["role"] == "user"
+        if after_user and (is_system or (marked and turn["role"] == "user")):
+            text = f"{placed[-1]['content']}\n\n{text}"
+            placed[-1] = {**placed[-1], "content": text}
+        elif is_system:
+            placed.append({"role": "user", "content": text})
+        else:
+            placed.append(turn)
+        marked = is_system or (marked and turn["role"] == "user")
+    return [*leading, *placed]
+
+
+def _takes(tokenizer: Any) -> bool:
+    """Whether the template shows a later system turn, in its place."""
+    known = _TAKES.setdefault(tokenizer, {})
+    template = template_of(tokenizer)
+    if template not in known:
+        roles = ("user", "assistant", "system", "user")
+        turns = [
+            {"role": role, "content": text}
+            for role, text in zip(roles, _PROBE, strict=True)
+        ]
+        try:
+            places = [render_chat(tokenizer, turns).find(text) for text in _PROBE]
+        except Exception:  # a template may raise anything
+            places = [-1]
+        known[template] = -1 not in places and places == sorted(places)
+    return known[template]

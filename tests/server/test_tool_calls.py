@@ -1,0 +1,516 @@
+"""Calls of every form: whole, cut, odd, and next to text about markers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from specdec.prompts import EncodedPrompt
+from specdec.server import chat, messages, responses
+from specdec.server.config import ServerConfig
+from specdec.server.encoding import Encoded
+from specdec.server.job import Call, Tools
+from specdec.server.parts import Parts
+from specdec.server.service import Service
+from specdec.server.tool_calls import format_of
+from tests.server.harness import TEMPLATE, Scripted, running, tiny_decoder, tokenizer
+
+PROPERTIES = {
+    "path": {"type": "string"},
+    "content": {"type": "string"},
+    "n": {"type": "integer"},
+    "o": {"type": "object"},
+}
+FUNCTION = {
+    "name": "write_file",
+    "description": "w",
+    "parameters": {"type": "object", "properties": PROPERTIES},
+}
+TOOL: Any = {"type": "function", "function": FUNCTION}
+ARGUMENTS = {"path": "a.txt", "content": "hello world", "n": 12}
+JSON = json.dumps(ARGUMENTS)
+OBJECT = f'{{"name": "write_file", "arguments": {JSON}}}'
+SEP = "<\uff5ctool\u2581sep\uff5c>"
+ONE, ALL = (
+    [f"<\uff5ctool\u2581{what}\u2581{side}\uff5c>" for side in ("begin", "end")]
+    for what in ("call", "calls")
+)
+DEEPSEEK = f"{ALL[0]}{ONE[0]}write_file{SEP}{JSON}{ONE[1]}{ALL[1]}"
+R1 = f"{ALL[0]}{ONE[0]}function{SEP}write_file\n```json\n{JSON}\n```{ONE[1]}{ALL[1]}"
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.write_file <|constrain|>json<|message|>{JSON}<|call|>"
+)
+#: Whole answers by the name of mlx-lm's parser, each with one call.
+ANSWERS = {
+    "json_tools": f"<tool_call>\n{OBJECT}\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=write_file>\n<parameter=path>\na.txt\n"
+    "</parameter>\n<parameter=content>\nhello world\n</parameter>\n<parameter=n>\n12\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "glm47": "<tool_call>write_file\n<arg_key>path</arg_key>\n<arg_value>a.txt"
+    "</arg_value>\n<arg_key>content</arg_key>\n<arg_value>hello world</arg_value>\n"
+    "<arg_key>n</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
+    "mistral": f"[TOOL_CALLS]write_file[ARGS]{JSON}",
+    "pythonic": '<|tool_call_start|>[write_file(path="a.txt", content="hello world", '
+    "n=12)]<|tool_call_end|>",
+    "function_gemma": "<start_function_call>call:write_file{path:<escape>a.txt<escape>,"
+    "content:<escape>hello world<escape>,n:12}<end_function_call>",
+    "gemma4": '<|tool_call>call:write_file{path:<|"|>a.txt<|"|>,content:<|"|>hello '
+    'world<|"|>,n:12}<tool_call|>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="write_file">\n<parameter '
+    'name="path">a.txt</parameter>\n<parameter name="content">hello world</parameter>\n'
+    '<parameter name="n">12</parameter>\n</invoke>\n</minimax:tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.write_file:0"
+    f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
+    "longcat": "<longcat_tool_call>write_file\n"
+    "<longcat_arg_key>path</longcat_arg_key>\n<longcat_arg_value>a.txt</longcat_arg_value>\n<longcat_arg_key>content"
+    "</longcat_arg_key>\n<longcat_arg_value>hello world</longcat_arg_value>\n"
+    "<longcat_arg_key>n</longcat_arg_key>\n<longcat_arg_value>12</longcat_arg_value>\n"
+    "</longcat_tool_call>",
+    "minicpm5": '<function name="write_file"><param name="path">a.txt</param><param '
+    'name="content">hello world</param><param name="n">12</param></function>',
+    "muse_spark": 'to=commentary<|message|><atem:function_calls><atem:invoke name='
+    '"write_file"><atem:parameter name="path">a.txt</atem:parameter><atem:parameter '
+    'name="content">hello world</atem:parameter><atem:parameter name="n">12'
+    "</atem:parameter></atem:invoke></atem:function_calls>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="write_file" index="1"<|sep|>'
+    f'<|open|>json type="object"<|sep|>{JSON}<|close|>json<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
+}  # fmt: skip
+#: The same for formats without a parser in mlx-lm: a mark of the template, an answer.
+MORE = {
+    "llama3": ('<|start_header_id|>{"name": f, "parameters": p}',
+               OBJECT.replace("arguments", "parameters")),
+    "llama3-tag": ("<|python_tag|>", "<|python_tag|>" + OBJECT),
+    "llama4": ("<|header_start|> parameters",
+               OBJECT.replace("arguments", "parameters")),
+    "deepseek": (ALL[0], DEEPSEEK),
+    "deepseek-r1": (ALL[0], R1),
+    "phi4": ("<|tool|><|/tool|>", f"<|tool_call|>[{OBJECT}]<|/tool_call|>"),
+    "phi4-functools": ("<|tool|><|/tool|>", f"functools[{OBJECT}]"),
+    "granite": ("<|tool_call|>", f"<|tool_call|>[{OBJECT}]"),
+    "hunyuan": ("<tool_calls>", f"<tool_calls>[{OBJECT}]</tool_calls>"),
+    "harmony": ("<|channel|><|message|>functions.", HARMONY),
+}  # fmt: skip
+FORMS = (*ANSWERS, *MORE)
+#: Of which forms the arguments are JSON, so that a beginning of them can be shown.
+JSON_FORMS = {"json_tools", "mistral", "kimi_k2", *MORE}
+
+
+def parts_of(words: Any, text: str, *, cut: bool, size: int = 3) -> list[Any]:
+    """What one answer becomes."""
+    parts = Parts(0, words, Encoded(EncodedPrompt("", (1,))), Tools([TOOL]))
+    made: list[Any] = []
+    for i in range(0, len(text), size):
+        made += parts.feed(text[i : i + size])
+    return made + list(parts.finish(cut=cut))
+
+
+def words_of(form: str, folder: Path) -> Any:
+    if form in MORE:
+        template = f"{TEMPLATE}{{# tools {MORE[form][0]} #}}"
+        return tokenizer(folder, template, parser=None)
+    return tokenizer(folder, parser=form)
+
+
+def answer_of(form: str) -> str:
+    return MORE[form][1] if form in MORE else ANSWERS[form]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cut_call_is_never_whole(form: str, tmp_path: Path) -> None:
+    """A call whose arguments were cut and passed for whole; a name that was cut.
+
+    The answer is cut at every character. Nothing of it is lost or invented.
+    """
+    words, text = words_of(form, tmp_path), answer_of(form)
+    (whole,) = (p for p in parts_of(words, text, cut=False) if isinstance(p, Call))
+    assert (whole.name, json.loads(whole.arguments)) == ("write_file", ARGUMENTS)
+    assert not whole.cut
+    partial = 0
+    for end in range(len(text)):
+        written = text[:end]
+        made = parts_of(words, written, cut=True)
+        shown = "".join(p.text for p in made if not isinstance(p, Call))
+        calls = [p for p in made if isinstance(p, Call)]
+        for call in calls:
+            assert call.name == "write_file", (end, call)
+            if call.cut:
+                partial += 1
+                assert JSON.startswith(call.arguments)
+                assert call.arguments
+            else:
+                assert json.loads(call.arguments) == ARGUMENTS, (end, call)
+        if not calls and "channel" not in text and "message" not in text:
+            assert shown == written, end
+    assert (partial > 20) == (form in JSON_FORMS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("calls")
+
+
+def bodies() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    user = [{"role": "user", "content": "hi"}]
+    flat = {"type": "function", **FUNCTION}
+    named = {"name": "write_file", "input_schema": FUNCTION["parameters"]}
+    yield "chat", chat.parse, {"messages": user, "tools": [TOOL]}
+    yield "responses", responses.parse, {"input": "hi", "tools": [flat]}
+    yield "messages", messages.parse, {
+        "model": "tiny", "max_tokens": 99, "messages": user, "tools": [named],
+    }  # fmt: skip
+
+
+Ask = Callable[[str, Any], dict[str, Any]]
+
+
+def calls_and_end(protocol: str, made: dict[str, Any]) -> tuple[list[Any], str]:
+    """Name and arguments of each call of a whole answer, and how it ended."""
+    if protocol == "chat":
+        (choice,) = made["choices"]
+        calls = [c["function"] for c in choice["message"].get("tool_calls") or []]
+        return [(c["name"], c["arguments"]) for c in calls], choice["finish_reason"]
+    if protocol == "responses":
+        items = [i for i in made["output"] if i["type"] == "function_call"]
+        return [(i["name"], i["arguments"]) for i in items], made["status"]
+    blocks = [b for b in made["content"] if b["type"] == "tool_use"]
+    return [(b["name"], json.dumps(b["input"])) for b in blocks], made["stop_reason"]
+
+
+def streamed(protocol: str, data: bytes) -> tuple[list[Any], str]:
+    """The same of a stream."""
+    events = [
+        json.loads(line[6:])
+        for line in data.decode().splitlines()
+        if line.startswith("data: {")
+    ]
+    if protocol == "responses":
+        return calls_and_end(protocol, events[-1]["response"])
+    calls: list[Any] = []
+    end = ""
+    for event in events:
+        if protocol == "chat":
+            (choice,) = event["choices"]
+            end = choice["finish_reason"] or end
+            for call in choice["delta"].get("tool_calls", ()):
+                function = call["function"]
+                if "name" in function:
+                    calls.append((function["name"], ""))
+                calls[-1] = (calls[-1][0], calls[-1][1] + function["arguments"])
+        elif event["type"] == "content_block_start":
+            block = event["content_block"]
+            if block["type"] == "tool_use":
+                calls.append((block["name"], ""))
+        elif event["type"] == "content_block_delta":
+            more = event["delta"].get("partial_json", "")
+            if more:
+                calls[-1] = (calls[-1][0], calls[-1][1] + more)
+        elif event["type"] == "message_delta":
+            end = event["delta"]["stop_reason"]
+    return calls, end
+
+
+LIMITS = {"chat": "length", "responses": "incomplete", "messages": "max_tokens"}
+WHOLE = {"chat": "tool_calls", "responses": "completed", "messages": "tool_use"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_limit_is_told_in_all_protocols(form: str, folder: Path) -> None:
+    """A call, whole or cut, that hides that ``max_tokens`` ended the answer."""
+    asyncio.run(_limits(form, folder))
+
+
+async def _limits(form: str, folder: Path) -> None:
+    template, parser = TEMPLATE, None if form in MORE else form
+    if form in MORE:
+        template = f"{TEMPLATE}{{# tools {MORE[form][0]} #}}"
+    decoder: Any = tiny_decoder(folder, template=template, parser=parser)
+    scripted = Scripted(decoder, lambda prompt: "")
+    stub: Any = scripted
+    service = Service(stub, stub, ServerConfig())
+    text = answer_of(form)
+    for protocol, parse, body in bodies():
+        for stream in (False, True):
+            rendering = parse({**body, "stream": stream}, service)
+            prepared = await service.prepare(rendering.job)
+            for end in range(len(text) + 1):
+                for reason in ("length", "cancelled") if end % 16 == 1 else ("length",):
+                    scripted.answer = lambda _, end=end: text[:end]
+                    scripted.reason, scripted.size = reason, 7
+                    rendering = parse({**body, "stream": stream}, service)
+                    data = b""
+                    async for event in service.events(prepared):
+                        assert event is not None
+                        rendering.take(event)
+                        data += b"".join(rendering.stream(event) if stream else ())
+                    if stream:
+                        data += b"".join(rendering.end())
+                        calls, told = streamed(protocol, data)
+                    else:
+                        calls, told = calls_and_end(protocol, rendering.whole())
+                    assert told == LIMITS[protocol], (protocol, end, calls)
+                    for name, arguments in calls:
+                        assert name == "write_file"
+                        if protocol == "messages":
+                            assert json.loads(arguments) == ARGUMENTS
+                        else:
+                            whole = JSON.startswith(arguments) and arguments
+                            assert whole or json.loads(arguments) == ARGUMENTS
+            scripted.reason = "stop"
+            scripted.answer = lambda _: text
+            rendering = parse({**body, "stream": False}, service)
+            async for event in service.events(prepared):
+                rendering.take(event)
+            if not stream:
+                calls, told = calls_and_end(protocol, rendering.whole())
+                assert [json.loads(a) for _, a in calls] == [ARGUMENTS]
+                assert told == WHOLE[protocol]
+
+
+def test_a_whole_call_before_a_cut_one(tmp_path: Path) -> None:
+    """The second call is lost, or taken for whole, because the first one was."""
+    for form, second in (
+        ("json_tools", '\n<tool_call>{"name": "write_file", "arguments": {"pa'),
+        ("mistral", 'write_file[ARGS]{"pa'),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions."
+                    'write_file:1<|tool_call_argument_begin|>{"pa'),
+    ):  # fmt: skip
+        words = words_of(form, tmp_path)
+        made = parts_of(words, answer_of(form) + second, cut=True)
+        calls = [part for part in made if isinstance(part, Call)]
+        assert [bool(call.cut) for call in calls] == [False, True]
+        assert calls[1].arguments == '{"pa'
+        assert [call.index for call in calls] == [0, 1]
+    # One section with a whole and a cut call, whose arguments are no JSON.
+    text = ANSWERS["minimax_m2"].partition("\n</minimax")[0]
+    more = '\n<invoke name="write_file">\n<parameter name="path">b'
+    made = parts_of(words_of("minimax_m2", tmp_path), text + more, cut=True)
+    assert [json.loads(p.arguments) for p in made if isinstance(p, Call)] == [ARGUMENTS]
+    assert made[-1].text == more.lstrip()
+    for form, inside in (
+        ("minimax_m2", "say </invoke>"), ("qwen3_coder", "say </function>"),
+    ):  # fmt: skip
+        text = ANSWERS[form].partition("hello")[0] + inside
+        made = parts_of(words_of(form, tmp_path), text, cut=True)
+        assert "".join(part.text for part in made) == text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"content": "\\ud83d"}', '{"n": NaN}', '{"n": 1e999}', "[1]", '"text"', "5",
+     '{"o": %s}' % ("[" * 200 + "]" * 200)],
+)  # fmt: skip
+def test_arguments_that_are_no_json_object(arguments: str, tmp_path: Path) -> None:
+    """A 500 that loses the answer, JSON that no client reads, a replay that fails."""
+    words = words_of("json_tools", tmp_path)
+    text = f'<tool_call>{{"name": "write_file", "arguments": {arguments}}}</tool_call>'
+    made = parts_of(words, text, cut=False)
+    assert "".join(part.text for part in made) == text
+
+
+def test_arguments_that_python_reads(tmp_path: Path) -> None:
+    """Sets, bytes and tuples as keys, which mlx-lm's parsers make of some texts."""
+    for value in ("{1, 2}", "b'x'", "{(1, 2): 3}", "[{1}]"):
+        text = (
+            "<tool_call>\n<function=write_file>\n<parameter=o>\n"
+            f"{value}\n</parameter>\n</function>\n</tool_call>"
+        )
+        made = parts_of(words_of("qwen3_coder", tmp_path), text, cut=False)
+        assert "".join(part.text for part in made) == text
+    words = words_of("json_tools", tmp_path)
+    for nothing in ("null", '""', "{}"):
+        text = (
+            f'<tool_call>{{"name": "write_file", "arguments": {nothing}}}</tool_call>'
+        )
+        (call,) = parts_of(words, text, cut=False)
+        assert call.arguments == "{}"
+
+
+def test_line_breaks_and_the_byte_alphabet(tmp_path: Path) -> None:
+    """JSON with raw line breaks is no call; Devstral's blanks stay ``Ġ``."""
+    raw = f"<tool_call>{OBJECT}</tool_call>".replace(JSON, '{"content": "a\nb"}')
+    (call,) = parts_of(words_of("json_tools", tmp_path), raw, cut=False)
+    assert json.loads(call.arguments) == {"content": "a\nb"}
+    words = words_of("mistral", tmp_path)
+    devstral = '[TOOL_CALLS]write_fileĠ[ARGS]{"content":Ġ"aĠb"}'
+    (call,) = parts_of(words, devstral, cut=False)
+    assert json.loads(call.arguments) == {"content": "a b"}
+    (call,) = parts_of(words, '[TOOL_CALLS]write_file[ARGS]{"path": "Ġ"}', cut=False)
+    assert json.loads(call.arguments) == {"path": "Ġ"}
+    text = f"[TOOL_CALLS]write_file[CALL_ID]abcdefgh1[ARGS]{JSON} And text."
+    call, after = parts_of(words, text, cut=False)
+    assert (call.id, after.text) == ("abcdefgh1", "And text.")
+
+
+def test_a_tool_that_is_not_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Agents can answer a call of an unknown tool; they cannot answer its absence."""
+    text = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
+    (call,) = parts_of(words_of("json_tools", tmp_path), text, cut=False)
+    assert call.name == "other"
+    assert "'other', which is no tool" in caplog.text
+    for text in ("<tool_call>hello there you</tool_call>", "<tool_call></tool_call>"):
+        made = parts_of(words_of("glm47", tmp_path), text, cut=False)
+        assert "".join(part.text for part in made) == text
+
+
+def split(made: list[Any]) -> tuple[str, str]:
+    return tuple(  # type: ignore[return-value]
+        "".join(p.text for p in made if not isinstance(p, Call) and p.kind == kind)
+        for kind in ("reasoning", "text")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "shown"),
+    [
+        ("Use `<think>` to open and `</think>` to close. Done.", "",
+         "Use `<think>` to open and `</think>` to close. Done."),
+        ("Models write <think> before they answer.", "",
+         "Models write <think> before they answer."),
+        ("Models write <tool_call> before JSON.", "",
+         "Models write <tool_call> before JSON."),
+        ("<think>I could use <tool_call> here, but no need.</think>Answer",
+         "I could use <tool_call> here, but no need.", "Answer"),
+        ("<think>half a thou", "half a thou", ""),
+        ("<think>\n\n</think>\n\nHi", "", "Hi"),
+        ("<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+        ("reasoning without opening</think>Answer", "",
+         "reasoning without opening</think>Answer"),
+        ("\n\nHi", "", "\n\nHi"),
+        ("<think>x</think>\n    code\n  more", "x", "    code\n  more"),
+        ("A <tool_call>\n{no JSON\n</tool_call> B", "",
+         "A <tool_call>\n{no JSON\n</tool_call> B"),
+    ],
+)  # fmt: skip
+def test_text_about_markers(
+    text: str, thoughts: str, shown: str, tmp_path: Path
+) -> None:
+    """Text that is moved to reasoning, or gets a marker that nobody wrote."""
+    words = words_of("json_tools", tmp_path)
+    for size in (1, 2, 3, 5, 100):
+        made = parts_of(words, text, cut=False, size=size)
+        assert split(made) == (thoughts, shown), size
+    inside = f'<tool_call>{{"name": "write_file", "arguments": {{"content": {json.dumps("x</tool_call>" + text)}}}}}</tool_call>'  # noqa: E501
+    (call,) = parts_of(words, inside, cut=False)
+    assert json.loads(call.arguments)["content"].endswith(text)
+
+
+def thinks(server: Any, **body: Any) -> tuple[str | None, str]:
+    """Reasoning and text of the answer ``Hm.</think>Hello.`` to a conversation."""
+    made = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    message = made.json()["choices"][0]["message"]
+    return message.get("reasoning_content"), message["content"]
+
+
+def test_only_the_template_begins_a_thought(folder: Path) -> None:
+    """A turn that speaks of ``<think>`` and moves the whole answer to reasoning.
+
+    Also: a thought that the template or the assistant began, shown as text.
+    """
+    decoder = tiny_decoder(folder)
+    scripted = Scripted(decoder, lambda prompt: "Hm.</think>Hello.")
+    with running(scripted) as server:
+        for text in (
+            "What does <think> do?",
+            "Which is first, </think> or <think>?",
+            "<think>",
+            "assistant\n<think>\n",
+        ):
+            turns = [
+                {"role": "system", "content": text},
+                {"role": "user", "content": text},
+            ]
+            plain = (None, "Hm.</think>Hello.")
+            assert thinks(server, messages=turns) == plain, text
+            thought = thinks(
+                server, messages=turns, chat_template_kwargs={"think": True}
+            )
+            assert thought == ("Hm.", "Hello."), text
+            begun = [*turns, {"role": "assistant", "content": "Well"}]
+            continued = {"messages": begun, "continue_final_message": True}
+            assert thinks(server, **continued) == plain, text
+            begun[-1] = {"role": "assistant", "content": "<think>Well"}
+            assert thinks(server, **continued) == ("Hm.", "Hello."), text
+
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content "
+    "}}[/INST]{% elif m.tool_calls is defined %}[TOOL_CALLS][{% for c in m.tool_calls"
+    " %}{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('IDs have 9 "
+    "characters!') }}{% endif %}#{{ c.id }}{{ c.function|tojson }}{% endfor %}]"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id|length != 9 %}{{ raise_exception("
+    "'IDs have 9 characters!') }}{% endif %}[TOOL_RESULTS]#{{ m.tool_call_id }}"
+    "{{ m.content }}[/TOOL_RESULTS]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{#tools#}"
+)
+KIMI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}{% for c in "
+    "m.tool_calls or [] %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments|tojson }}<|tool_call_end|>{% endfor %}{% if m.role == "
+    "'tool' %}## Return of {{ m.tool_call_id }}{% endif %}<|im_end|>{% endfor %}"
+    "{#tools <|tool_calls_section_begin|>#}"
+)
+
+
+@pytest.mark.parametrize(
+    ("parser", "template", "call", "form"),
+    [
+        ("mistral", MISTRAL, f"[TOOL_CALLS][{OBJECT}]", r"(?<=#)[A-Za-z0-9]{9}"),
+        ("kimi_k2", KIMI, ANSWERS["kimi_k2"], r"functions\.write_file:\d+"),
+    ],
+)
+def test_ids_fit_the_template(
+    parser: str, template: str, call: str, form: str, folder: Path
+) -> None:
+    """A second turn that the template refuses, or from which the name is lost."""
+    decoder = tiny_decoder(folder, template=template, parser=parser)
+    scripted = Scripted(decoder, lambda p: "done" if "ok" in p else call)
+    with (
+        running(scripted) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client,
+    ):
+        create: Any = client.chat.completions.create
+        turns: list[Any] = [{"role": "user", "content": "q"}]
+        message = create(model="tiny", messages=turns, tools=[TOOL]).choices[0].message
+        (made,) = message.tool_calls
+        assert re.search(form, f"#{made.id}")
+        result = {"role": "tool", "tool_call_id": made.id, "content": "ok"}
+        turns += [message.model_dump(exclude_none=True), result]
+        done = create(model="tiny", messages=turns, tools=[TOOL]).choices[0].message
+        assert done.content == "done"
+        # A history from elsewhere: the same ids every time, and a different one each.
+        text = json.dumps(turns)
+        foreign = json.loads(text.replace(made.id, "call_0f3a"))
+        other = json.loads(text.replace(made.id, "call_77bc"))
+        prompts = []
+        for _ in range(2):
+            create(model="tiny", messages=[*foreign, *other], tools=[TOOL])
+            prompts.append(scripted.prompts[-1])
+        assert prompts[0] == prompts[1]
+        ids = re.findall(form, prompts[0])
+        assert len(set(ids)) == 2
+        assert all(ids.count(each) == 2 for each in set(ids))
+
+
+def test_tools_of_a_gguf_tokenizer(folder: Path) -> None:
+    """mlx-lm infers no parser for it, and its tools were refused."""
+    words = tokenizer(folder, parser=None)
+    found = format_of(words)
+    assert found is not None
+    assert (found.name, found.start) == ("json_tools", "<tool_call>")
+    (call,) = (
+        p for p in parts_of(words, ANSWERS["json_tools"], cut=False)
+        if isinstance(p, Call)
+    )  # fmt: skip
+    assert json.loads(call.arguments) == ARGUMENTS
