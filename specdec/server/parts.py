@@ -38,15 +38,16 @@ class Parts:
         if tools.functions:
             self._format = format_of(tokenizer)
         self._edges, self._state = _edges(tokenizer, self._format)
-        self._think_start = getattr(tokenizer, "think_start", None) or ""
-        self._think_end = getattr(tokenizer, "think_end", None) or ""
+        self._marks = (
+            getattr(tokenizer, "think_start", None),
+            getattr(tokenizer, "think_end", None),
+        )
         if encoded.thinks and "reasoning" in self._edges:
             self._state = "reasoning"
         self._buffer = ""  # text that could begin a marker
-        self._call = ""  # the text of a call that is being written
+        self._call = ""  # of a call that is being written, or of harmony's header
         self._opened = ""  # the marker before it
         self._thinking = False  # it was begun within a thought
-        self._header = ""  # of a message of harmony
         self._blank = True  # no text since the beginning or the last call
         self._fresh = encoded.thinks  # nothing was shown since the last marker
         if encoded.begun:
@@ -112,19 +113,19 @@ class Parts:
 
     def _counts(self, marker: str, at: int) -> bool:
         if self._state == "tool":
-            if marker == self._think_end:  # a call that is only thought about
+            if marker == self._marks[1]:  # a call that is only thought about
                 return self._thinking
             assert self._format is not None
             text = self._call + self._buffer[:at]
             return not (self._format.is_json and in_string(text))
         # A marker with a bar is a token that no explanation has.
-        if marker != self._think_start or "|" in marker or self._state == "header":
+        if marker != self._marks[0] or "|" in marker or self._state == "header":
             return True
         return self._blank and not self._buffer[:at].strip()
 
     def _turn(self, marker: str, state: str) -> Iterator[Piece | Call]:
         if self._state == "tool":
-            closed = marker if marker != self._think_end else ""
+            closed = marker if marker != self._marks[1] else ""
             yield from self._called(closed, cut=False)
             if closed and self._state == "reasoning":  # it was no call
                 return
@@ -134,16 +135,16 @@ class Parts:
         if state == "tool":
             self._begin_call(marker)
         else:
-            self._state, self._header = state, ""
+            self._state, self._call = state, ""
         self._fresh = True
 
     def _begin_call(self, marker: str) -> None:
         self._thinking = self._state == "reasoning"
-        self._opened, self._state = marker, "tool"
+        self._opened, self._state, self._call = marker, "tool", ""
 
     def _message(self) -> Iterator[Piece | Call]:
         """What a header of harmony says of the message after it."""
-        header, self._header = self._header, ""
+        header, self._call = self._call, ""
         self._fresh = True
         called = re.search(r"to=functions\.([\w.-]+)", header)
         if called and self._format is not None:
@@ -156,10 +157,8 @@ class Parts:
     # -- parts -------------------------------------------------------------
 
     def _part(self, text: str) -> Iterator[Piece]:
-        if self._state == "tool":
+        if self._state in ("tool", "header"):
             self._call += text
-        elif self._state == "header":
-            self._header += text
         else:
             yield from self._shown(text, thinking=self._state == "reasoning")
 

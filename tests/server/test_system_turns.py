@@ -136,7 +136,7 @@ def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
         {"type": "thinking", "thinking": "SECOND", "signature": ""},
         {"type": "tool_use", "id": "c", "name": "f", "input": {}},
     ]
-    items = [
+    items: list[Any] = [
         {"role": "user", "content": "a"},
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "FIRST"}]},
         {"role": "assistant", "content": "t"},
@@ -146,11 +146,11 @@ def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
         },
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
     ]
-    made = [
+    turns: list[Any] = [
         messages._messages("", [{"role": "assistant", "content": blocks}])[-1],
         responses._messages(None, items)[-1],
     ]
-    for turn in made:
+    for turn in turns:
         assert turn["reasoning_content"] == "FIRST\n\nSECOND"
         assert turn["content"] == "t"
         assert len(turn["tool_calls"]) == 1

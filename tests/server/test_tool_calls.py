@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ async def _limits(form: str, folder: Path) -> None:
             prepared = await service.prepare(rendering.job)
             for end in range(len(text) + 1):
                 for reason in ("length", "cancelled") if end % 16 == 1 else ("length",):
-                    scripted.answer = lambda _, end=end: text[:end]
+                    scripted.answer = partial(_beginning, text[:end])
                     scripted.reason, scripted.size = reason, 7
                     rendering = parse({**body, "stream": stream}, service)
                     data = b""
@@ -274,6 +275,10 @@ async def _limits(form: str, folder: Path) -> None:
                 calls, told = calls_and_end(protocol, rendering.whole())
                 assert [json.loads(a) for _, a in calls] == [ARGUMENTS]
                 assert told == WHOLE[protocol]
+
+
+def _beginning(text: str, prompt: str) -> str:
+    return text
 
 
 def test_a_whole_call_before_a_cut_one(tmp_path: Path) -> None:
