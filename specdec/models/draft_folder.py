@@ -18,9 +18,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.utils import load_model
 
-from ..errors import ModelError, SpecdecError, UnsupportedModelError
+from ..errors import ModelError, UnsupportedModelError
 from ..utils.data_files import DataError, check_shape, read_json
-from .folder import check_folder, refused_code
+from .folder import check_folder, explained
 from .layers import arrays_of, text_model
 from .loaded import Described, LoadedModel
 
@@ -118,7 +118,7 @@ def open_layers(
         ModelError: the draft cannot be read.
     """
     folder = Path(os.path.expanduser(source))
-    try:
+    with explained(source):
         check_folder(folder)
         model, config = load_model(
             folder,
@@ -126,14 +126,6 @@ def open_layers(
             strict=False,
             trust_remote_code=trust_remote_code,
         )
-    except SpecdecError:
-        raise
-    except Exception as error:  # a folder's files can be wrong in any way
-        if (refused := refused_code(source, error)) is not None:
-            raise refused from error
-        raise ModelError(
-            f"{source} cannot be loaded ({type(error).__name__}): make it again"
-        ) from error
     # An embedding of the configured size would be filled with random numbers.
     part = text_model(model, source, "lending an embedding")
     part["model"]["embed_tokens"] = nn.Embedding(1, 1)

@@ -10,18 +10,25 @@ could do so gets the user's answer, so that none of them asks on standard input.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from ..errors import ModelError, UnsupportedModelError
+from ..errors import (
+    ModelError,
+    ModelNotFoundError,
+    SpecdecError,
+    UnsupportedModelError,
+)
 from ..utils.data_files import DataError, read_json, read_table
 from ..utils.files import MOST_BYTES, NOT_PLAIN
-from ..utils.printable import quoted, shorten
+from ..utils.printable import first_line, quoted, shorten
 
 # The largest values of a configuration, by the end of a key. Known models have a
 # hundredth of these at most. For each of them mlx-lm makes Python objects.
@@ -35,6 +42,10 @@ _MOST = (
 # Keys of the number of layers. Each layer stores at least one tensor.
 _LAYERS = re.compile(r"(n|num)(_hidden)?_layers?")
 _WEIGHTS = "model*.safetensors"
+# mlx-lm's message for an architecture that it does not know.
+_UNKNOWN_TYPE = re.compile(r"Model type .* not supported")
+# Packages whose errors mean that the hub did not deliver the model.
+_HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 # Fields of an added token. The tokenizers library prints any other field unchanged to
 # standard output, and goes on.
 _TOKEN_FIELDS = {
@@ -214,4 +225,66 @@ def refused_code(source: str, error: Exception) -> UnsupportedModelError | None:
     return UnsupportedModelError(
         f"{source} wants to run Python code from its folder: read that code, and if "
         "you trust it, add --trust-remote-code (trust_remote_code=True)"
+    )
+
+
+@contextmanager
+def explained(source: str) -> Iterator[None]:
+    """Within the context, whatever goes wrong is an error about ``source``.
+
+    The files of models, heads and adapters can be wrong in more ways than can be
+    checked before: mlx-lm, MLX and tokenizers each raise what they like.
+
+    Raises:
+        SpecdecError: as it was raised.
+        ModelError: for any other error, see :func:`explain`.
+    """
+    try:
+        yield
+    except SpecdecError:
+        raise
+    except Exception as error:
+        raise explain(source, error) from error
+
+
+def explain(source: str, error: Exception) -> ModelError:
+    """The error to raise for an error of mlx-lm's loader."""
+    text = first_line(error).rstrip(".: ")
+    if (refused := refused_code(source, error)) is not None:
+        return refused
+    if isinstance(error, ValueError) and _UNKNOWN_TYPE.fullmatch(text):
+        return UnsupportedModelError(
+            f"{source}: {text}; mlx-lm has to know the architecture: "
+            "use another model or a newer mlx-lm"
+        )
+    package = type(error).__module__.partition(".")[0]
+    of_hub = package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError)
+    # A package of the hub also checks the configuration of local folders.
+    if of_hub and not os.path.exists(os.path.expanduser(source)):
+        return ModelNotFoundError(_of_the_hub(source, error))
+    return ModelError(
+        f"{source} cannot be loaded ({type(error).__name__}: {text}): check the "
+        "folder or download it again"
+    )
+
+
+def _of_the_hub(source: str, error: Exception) -> str:
+    """Advice for an error of the hub's client, by its name."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return (
+            f"{source} is given out under terms: accept them on its page of the hub, "
+            "then log in with: hf auth login"
+        )
+    if "RevisionNotFoundError" in kinds:
+        return f"{source} has no such revision: give a branch, a tag or a commit of it"
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            f"no model {source}: there is no such folder, nor such a model on the hub: "
+            "check the name (of a private one log in first: hf auth login)"
+        )
+    return (
+        f"no model {source}: there is no such folder, it was not downloaded before, "
+        "and the hub cannot be reached: while online, fetch it with: hf download "
+        f"{source}"
     )

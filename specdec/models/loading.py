@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -24,16 +23,10 @@ from ..cuda import (
     skinny_matmul,
 )
 from ..cuda.fused_linear import choices_of, join_products
-from ..errors import (
-    ConfigError,
-    ModelError,
-    ModelNotFoundError,
-    SpecdecError,
-    UnsupportedModelError,
-)
+from ..errors import ConfigError
 from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks, differing, launched_rank
-from ..utils.printable import first_line, quoted, shorten
+from ..utils.printable import quoted, shorten
 from ..utils.warm_up import warm_up
 from .adapters import adapt
 from .draft_folder import (
@@ -47,7 +40,7 @@ from .draft_folder import (
 )
 from .draft_heads.loading import load_head, read_head_config, ready
 from .draft_heads.mtp import open_mtp
-from .folder import check_folder, refused_code, tokenizer_config
+from .folder import check_folder, explained, tokenizer_config
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .kernel_proofs import kept_proofs
@@ -60,10 +53,6 @@ from .tokenizer import ExactTokenizerWrapper
 
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
-# mlx-lm's message for an architecture that it does not know.
-_UNKNOWN_TYPE = re.compile(r"Model type .* not supported")
-# Packages whose errors mean that the hub did not deliver the model.
-_HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 
 
 def load(
@@ -343,7 +332,7 @@ def _load_folder_or_hub(
     ranks: Ranks | None,
 ) -> LoadedModel:
     folder = folder_of(source, revision)
-    try:
+    with explained(source):
         check_folder(folder)
         found: Any = mlx_lm.load(  # its type does not say that it returns three
             str(folder),
@@ -361,10 +350,6 @@ def _load_folder_or_hub(
             cast(model, dtype)
             config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
         mx.eval(model.parameters())
-    except SpecdecError:
-        raise
-    except Exception as error:  # a folder's files can be wrong in any way
-        raise explain(source, error) from error
     tokenizer = ExactTokenizerWrapper.like(tokenizer)
     return LoadedModel(model, tokenizer, config, source, folder=folder)
 
@@ -381,54 +366,9 @@ def folder_of(source: str, revision: str | None = None) -> Path:
     # Some draft heads come with mask_embedding.pt and are wrong without it. If it is
     # downloaded too, they are refused.
     patterns = [*mlx_lm_utils.DEFAULT_ALLOW_PATTERNS, "mask_embedding.pt"]
-    try:
+    with explained(source):
         return Path(
             mlx_lm_utils.snapshot_download(
                 source, revision=revision, allow_patterns=patterns
             )
         )
-    except Exception as error:  # the hub's client raises many kinds
-        raise explain(source, error) from error
-
-
-def explain(source: str, error: Exception) -> ModelError:
-    """The error to raise for an error of mlx-lm's loader."""
-    text = first_line(error).rstrip(".: ")
-    if (refused := refused_code(source, error)) is not None:
-        return refused
-    if isinstance(error, ValueError) and _UNKNOWN_TYPE.fullmatch(text):
-        return UnsupportedModelError(
-            f"{source}: {text}; mlx-lm has to know the architecture: "
-            "use another model or a newer mlx-lm"
-        )
-    package = type(error).__module__.partition(".")[0]
-    of_hub = package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError)
-    # A package of the hub also checks the configuration of local folders.
-    if of_hub and not os.path.exists(os.path.expanduser(source)):
-        return ModelNotFoundError(_of_the_hub(source, error))
-    return ModelError(
-        f"{source} cannot be loaded ({type(error).__name__}: {text}): check the "
-        "folder or download it again"
-    )
-
-
-def _of_the_hub(source: str, error: Exception) -> str:
-    """Advice for an error of the hub's client, by its name."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "GatedRepoError" in kinds:
-        return (
-            f"{source} is given out under terms: accept them on its page of the hub, "
-            "then log in with: hf auth login"
-        )
-    if "RevisionNotFoundError" in kinds:
-        return f"{source} has no such revision: give a branch, a tag or a commit of it"
-    if "RepositoryNotFoundError" in kinds:
-        return (
-            f"no model {source}: there is no such folder, nor such a model on the hub: "
-            "check the name (of a private one log in first: hf auth login)"
-        )
-    return (
-        f"no model {source}: there is no such folder, it was not downloaded before, "
-        "and the hub cannot be reached: while online, fetch it with: hf download "
-        f"{source}"
-    )

@@ -26,7 +26,7 @@ from mlx_lm.utils import (
 )
 
 from ..backend import defaults
-from ..errors import ModelError, ModelNotFoundError, SpecdecError
+from ..errors import ModelError, ModelNotFoundError
 from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks
 from .adapters import adapt
@@ -37,6 +37,7 @@ from .draft_heads.mtp import open_mtp
 from .folder import (
     check_folder,
     check_sizes,
+    explained,
     has_weights,
     read_config,
     tokenizer_config,
@@ -51,7 +52,6 @@ from .loading import (
     QUANTIZATION_KEYS,
     check_no_adapter,
     check_origin,
-    explain,
     is_gguf,
 )
 from .precision import cast, parse_dtype, predicate, quantized_copy, widen_packed
@@ -109,7 +109,7 @@ def outline(
     path = Path(os.path.expanduser(located))
     conversions = Conversions()
     check_origin(name, located, adapter_path, revision, ranks)
-    try:
+    with explained(name):
         if is_gguf(located):
             file = read_header(path)
             form = WeightFormat(dtype=wanted)
@@ -129,10 +129,6 @@ def outline(
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
                 conversions.casting(before, weights_of(model), wanted)
-    except SpecdecError:
-        raise
-    except Exception as error:  # a folder's files can be wrong in any way
-        raise explain(name, error) from error
     _fit(model, conversions)
     return ModelOutline(model, config, name, conversions.peak(model), path)
 
@@ -353,15 +349,11 @@ def _with_tokenizer(
     """The outline with its tokenizer; ``None`` for a configuration alone."""
     path = outline.tokens
     tokenizer: TokenizerWrapper | None = None
-    try:
+    with explained(outline.name):
         if path.is_dir() and has_weights(path):
             tokenizer = load_tokenizer(path, tokenizer_config(trust_remote_code))
         elif path.suffix.lower() == ".gguf":
             tokenizer = build_tokenizer(read_header(path))
-    except SpecdecError:
-        raise
-    except Exception as error:  # a folder's files can be wrong in any way
-        raise explain(outline.name, error) from error
     if tokenizer is None:
         return None
     return LoadedModel(outline.model, tokenizer, outline.config, outline.name)

@@ -24,6 +24,8 @@ LEAST_SHARE = 0.05
 #: is never the same as its text.
 Piece = tuple[bytes, bool]
 
+# More tokens than any model has logits: a token beyond them is never read or proposed.
+_MOST_TOKENS = 1 << 24
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -88,10 +90,13 @@ def map_vocabulary(target: LoadedModel, draft: LoadedModel) -> VocabularyMap | N
     size = max(own.of_id) + 1
     reads = np.full(size, other.fallback, np.int32)
     proposes = np.zeros(size, np.bool_)
-    for token, piece in own.of_id.items():
-        read = same.get(token)
-        reads[token] = other.closest(piece) if read is None else read
-        proposes[token] = read is not None
+    lacking = {i: text for i, (text, _) in own.of_id.items() if i not in same}
+    closest = other.closest(lacking.values())
+    for token, text in lacking.items():
+        reads[token] = closest[text]
+    for token, read in same.items():
+        reads[token] = read
+        proposes[token] = True
     return VocabularyMap(reads, proposes, share)
 
 
@@ -138,6 +143,8 @@ class _Pieces:
         ids: dict[Piece, int] = {}
         bytes_: list[int] = []
         for text, token in sorted(vocabulary.items(), key=lambda item: item[1]):
+            if not 0 <= token < _MOST_TOKENS:
+                continue
             if token in special:
                 of_id[token] = (_utf8(text), True)
             else:
@@ -151,17 +158,27 @@ class _Pieces:
         roles = _ids_of(tokenizer, ("eos", "bos"), of_id)
         return cls(of_id, ids, roles, _ids_of(tokenizer, ("unk",), of_id).get("unk", 0))
 
-    def closest(self, piece: Piece) -> int:
-        """The longest token that ``piece`` ends with.
+    def closest(self, texts: Iterable[bytes]) -> dict[bytes, int]:
+        """For each text, the longest token that it ends with, or the fallback.
 
         The text that follows depends most on how the text so far ends.
         """
-        text, _ = piece
-        for start in range(len(text)):
-            found = self.ids.get((text[start:], False))
-            if found is not None:
-                return found
-        return self.fallback
+        ends = {text[::-1]: i for (text, special), i in self.ids.items() if not special}
+        ends.pop(b"", None)
+        backwards = {text[::-1] for text in texts}
+        found: dict[bytes, int] = {}
+        # In this order, a beginning of a text comes before the text, and between them
+        # come only texts with the same beginning.
+        beginnings: list[bytes] = []
+        for text in sorted(backwards | ends.keys()):
+            while beginnings and not text.startswith(beginnings[-1]):
+                beginnings.pop()
+            if text in ends:
+                beginnings.append(text)
+            longest = beginnings[-1] if beginnings else None
+            if text in backwards:
+                found[text[::-1]] = self.fallback if longest is None else ends[longest]
+        return found
 
 
 def _ids_of(

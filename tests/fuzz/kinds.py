@@ -3,10 +3,14 @@
 from . import (
     folders,
     gguf_files,
+    heads,
     prefix_folders,
     prompt_files,
     served,
 )
 from .case import KINDS
 
-__all__ = ["KINDS", "folders", "gguf_files", "prefix_folders", "prompt_files", "served"]
+__all__ = [
+    "KINDS", "folders", "gguf_files", "heads", "prefix_folders", "prompt_files",
+    "served",
+]  # fmt: skip

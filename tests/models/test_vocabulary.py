@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,37 @@ def test_special_tokens(tmp_path: Path) -> None:
     back = mapped(draft, target)
     assert back.reads[others["<|eot|>"]] == ids["<|im_end|>"]
     assert not back.proposes[others["<tool>"]]
+
+
+def test_lacking_tokens_are_read_as_the_longest_that_ends_alike() -> None:
+    """Against a search of every ending; a shorter one that sorts later misleads."""
+    rng = random.Random(3)
+    for _ in range(200):
+        words = {"".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(30)}
+        held = set(rng.sample(sorted(words), len(words) // 2)) | {"c"}
+        target = {word: i for i, word in enumerate(sorted(words | {"c"}))}
+        draft = {word: i for i, word in enumerate(sorted(held))}
+        found = mapped(Vocabulary(target), Vocabulary(draft))
+        for word, token in target.items():
+            ends = [word[i:] for i in range(len(word)) if word[i:] in draft]
+            assert found.reads[token] == (draft[ends[0]] if ends else 0), word
+
+
+def test_long_tokens() -> None:
+    """Sixty of 40 kB took over a minute: every ending of each was looked up."""
+    target = SAME | {chr(200 + i) + "a" * 40_000: 10 + i for i in range(60)}
+    found = mapped(Vocabulary(target), Vocabulary(SAME | {"a" * 9: 5}))
+    assert set(found.reads[10:].tolist()) == {5}
+
+
+@pytest.mark.parametrize("far", [2**31, 2**64, -1])
+def test_ids_that_no_model_has(far: int) -> None:
+    """They fit no index, and are neither read nor proposed."""
+    found = mapped(Vocabulary(SAME | {"x": far}), Vocabulary(SAME | {"y": far}))
+    assert found.reads.tolist() == [0, 1, 2, 3, 4]
+    found = mapped(Vocabulary(SAME | {"x": 5}), Vocabulary(SAME | {"x": far}))
+    assert found.reads.tolist() == [0, 1, 2, 3, 4, 0]
+    assert not found.proposes[5]
 
 
 def test_quick_for_a_large_vocabulary() -> None:

@@ -41,6 +41,7 @@ _SIZES: dict[str, Any] = {
 # Keys about the head. SafeAILab's and z-lab's formats may have them in a part of
 # their own.
 _HEAD: dict[str, Any] = {
+    "transformer_layer_config?": (dict, None),
     "draft_vocab_size?": (int, None),
     "target_hidden_size?": (int, None),
     "num_target_layers?": (int, None),

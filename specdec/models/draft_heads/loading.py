@@ -10,12 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from ...cache import CacheOptions, make_batch_caches
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.data_files import DataError, read_json
 from ...utils.printable import shorten
-from ..folder import check_files, check_sizes
+from ..folder import check_files, check_sizes, explained
 from ..loaded import Described, LoadedModel
 from ..precision import cast
 from ..trunk import TargetEnds
@@ -24,6 +24,7 @@ from .config import HeadConfig
 from .eagle import EagleConfig, default_eagle_layers
 from .head import DraftHead
 from .kinds import head_config, is_head
+from .weights import fill, read_arrays
 
 # Arrays that only training needs, that can be computed, or that are not used.
 _LEFT_OUT = re.compile(
@@ -96,26 +97,31 @@ def open_head(
             fit the target.
         ModelError: the head is damaged.
     """
-    weights: dict[str, mx.array] = {}
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= canonical(mx.load(str(file)))  # type: ignore[arg-type]
-    except RuntimeError as error:
-        raise ModelError(
-            f"{source} cannot be loaded ({shorten(error)}): download it again"
-        ) from error
-    ends = TargetEnds(target.model, target.name)
-    offsets = weights.pop("d2t", None)
-    if (mask := weights.get("mask_embedding")) is not None:
-        weights["mask_embedding"] = mask.reshape(-1)
-    found = _fitted(head_config(config, weights, source), source, target, ends)
-    head = make_head(found)
-    head.bind(ends)
-    if found.draft_vocab_size < found.vocab_size:
-        _take_offsets(head, offsets, source)
-    fill(head, head.sanitize(weights), config.get("quantization"), source)
-    head.eval()
+    with explained(source):
+        weights = canonical(read_arrays(sorted(folder.glob("*.safetensors")), source))
+        ends = TargetEnds(target.model, target.name)
+        offsets = weights.pop("d2t", None)
+        if (mask := weights.get("mask_embedding")) is not None:
+            weights["mask_embedding"] = mask.reshape(-1)
+        fitted = _fitted(head_config(config, weights, source), source, target, ends)
+        head = make_head(fitted)
+        head.bind(ends)
+        if fitted.draft_vocab_size < fitted.vocab_size:
+            _take_offsets(head, offsets, source)
+        fill(head, head.sanitize(weights), source)
+        head.eval()
+        rehearse(head)
     return head
+
+
+def rehearse(head: DraftHead) -> None:
+    """Build a forward, which is not computed, so that what does not fit shows now."""
+    args = head.args
+    token = mx.zeros((1, 1), mx.int32)
+    hidden = mx.zeros((1, 1, args.target_size * len(args.target_layers)))
+    caches = make_batch_caches(head, 1, CacheOptions(max_write=2))
+    head.absorb(hidden, token, caches)
+    head(token, caches)
 
 
 def make_head(config: HeadConfig) -> DraftHead:
@@ -172,7 +178,7 @@ def load_head(
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration, with its layers' keys at the top as in a model's."""
-    return {**config, **config.get("transformer_layer_config", {})}
+    return {**config, **(config.get("transformer_layer_config") or {})}
 
 
 def cast_head(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:
@@ -249,47 +255,18 @@ def _caps_logits(ends: TargetEnds) -> bool:
 def _take_offsets(head: DraftHead, offsets: mx.array | None, source: str) -> None:
     config = head.args
     size, vocab_size = config.draft_vocab_size, config.vocab_size
-    if offsets is None or offsets.shape != (size,):
+    whole = offsets is not None and mx.issubdtype(offsets.dtype, mx.integer)
+    if offsets is None or not whole or offsets.shape != (size,):
         raise ModelError(
             f"{source} proposes {size} of {vocab_size} tokens, and its d2t does not "
             "say which: download it again"
         )
-    tokens = mx.arange(size) + offsets
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+    # In Python, sums of the largest offsets do not wrap around.
+    listed: Any = offsets.tolist()
+    tokens = [own + offset for own, offset in enumerate(listed)]
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise ModelError(
             f"{source}: its d2t names tokens beyond the {vocab_size} of the target: "
             "download it again"
         )
     head.take_offsets(offsets, vocab_size)
-
-
-def fill(
-    head: DraftHead, weights: dict[str, mx.array], packing: Any, source: str
-) -> None:
-    """Load arrays into a head; refuse missing, unknown and misshapen ones."""
-    if isinstance(packing, dict):
-        nn.quantize(
-            head,
-            group_size=packing.get("group_size", 64),
-            bits=packing.get("bits", 4),
-            # As in mlx-lm's folders, the path of a layer may have its own packing.
-            class_predicate=lambda path, _: packing.get(
-                path, f"{path}.scales" in weights
-            ),
-        )
-    parameters: Any = head.parameters()  # type: ignore[no-untyped-call]
-    leaves: Any = tree_flatten(parameters)
-    wanted = {name: array.shape for name, array in leaves}
-    problems = [f"{name} is missing" for name in wanted.keys() - weights.keys()]
-    problems += [f"{name} is not known" for name in weights.keys() - wanted.keys()]
-    problems += [
-        f"{name} is of shape {weights[name].shape}, not {shape}"
-        for name, shape in wanted.items()
-        if name in weights and weights[name].shape != shape
-    ]
-    if problems:
-        raise ModelError(
-            f"{source} cannot be loaded: of its weights {min(problems)}: download it "
-            "again, or take another draft"
-        )
-    head.load_weights(list(weights.items()))

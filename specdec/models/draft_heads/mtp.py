@@ -21,12 +21,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.printable import shorten
+from ..folder import explained
 from ..layers import architecture_of
 from ..loaded import Described
 from ..trunk import TargetEnds
 from .config import HeadConfig, LayerSizes
 from .head import DraftHead
-from .loading import fill
+from .loading import rehearse
+from .weights import fill
 
 # The target's architectures (mlx-lm's module names), by how their MTP arrays are named.
 _QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -124,6 +126,11 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
         UnsupportedModelError: MTP heads of the target's architecture are not supported.
         ModelError: the checkpoint holds no MTP head, or a damaged one.
     """
+    with explained(f"the MTP head of {target.name}"):
+        return _opened(folder, target)
+
+
+def _opened(folder: Path, target: Described) -> DraftHead:
     model, name = target.model, target.name
     architecture = architecture_of(model)
     if architecture not in (*_QWEN, *_NEXTN):
@@ -162,9 +169,9 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
     head = MTPHead(config, layer, (model, place))
     head.bind(ends)
     weights = _named(arrays, model, place, shifted=shifted)
-    packing = target.config.get("quantization")
-    fill(head, weights, packing, f"the MTP head of {name}")
+    fill(head, weights, f"the MTP head of {name}")
     head.eval()
+    rehearse(head)
     return head
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ from specdec.models.draft_heads.loading import make_head, read_head_config
 
 from ..gguf_files import random_model, write_model
 from . import published
-from .published import LAYERS, READS, SELECTS, VOCAB, WIDTH, write_head
+from .published import LAYERS, READS, SELECTS, SOME_TOKENS, VOCAB, WIDTH, write_head
 
 # Context entries of three rows, and how they come: chunk after chunk.
 LENGTHS, CHUNK = (5, 1, 23), 8
@@ -591,6 +592,140 @@ def test_what_is_damaged_is_named(lender: LoadedModel, tmp_path: Path) -> None:
     # A model's own folder is none of a head.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert read_head_config(tmp_path) is None
+
+
+Arrays = dict[str, mx.array]
+
+
+def _set(name: str, change: Callable[[mx.array], mx.array]) -> Callable[[Arrays], None]:
+    return lambda arrays: arrays.update({name: change(arrays[name])})
+
+
+ODD_ARRAYS: dict[str, tuple[Callable[[Arrays], None], str]] = {
+    "d2t of NaN": (
+        _set("d2t", lambda a: a.astype(mx.float32) * mx.nan), "d2t does not say which",
+    ),
+    "d2t of floats": (_set("d2t", lambda a: a.astype(mx.float32)), "d2t does not say"),
+    "d2t too short": (_set("d2t", lambda a: a[1:]), "its d2t does not say which"),
+    "d2t below": (_set("d2t", lambda a: a.at[0].add(-99)), "tokens beyond the 97"),
+    "d2t above": (
+        _set("d2t", lambda a: a.at[-1].add(VOCAB - SOME_TOKENS[-1])), "tokens beyond",
+    ),
+    "d2t wraps": (
+        _set("d2t", lambda a: mx.full(a.shape, 2**63 - 1, mx.int64)), "tokens beyond",
+    ),
+    "numbers for weights": (
+        _set("norm.weight", lambda a: a.astype(mx.int32)), "norm.weight is of type",
+    ),
+    "no numbers at all": (_set("fc.weight", lambda a: a[:0]), "is of shape"),
+    "scales alone": (
+        lambda arrays: arrays.update({"fc.scales": mx.zeros((32, 3))}),
+        "fc.scales is not known",
+    ),
+    "scales of no packing": (
+        lambda arrays: arrays.update(
+            {"fc.weight": mx.zeros((32, 7), mx.uint32), "fc.scales": mx.zeros((32, 3))}
+        ),
+        "fc.*",
+    ),
+    "scales without columns": (
+        lambda arrays: arrays.update({"fc.scales": mx.array(1.0)}), "fc.scales is not",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_ARRAYS)
+def test_odd_arrays(name: str, lender: LoadedModel, tmp_path: Path) -> None:
+    """An array of another type or shape ends in our error, before anything runs."""
+    change, message = ODD_ARRAYS[name]
+    config = published.eagle_config()
+    weights = write_head(tmp_path, config)
+    arrays = {name: mx.array(array) for name, array in weights.items()}
+    change(arrays)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    with pytest.raises(ModelError, match=message):
+        load_head(tmp_path, config, "the draft", lender)
+
+
+def test_the_last_tokens_of_d2t(lender: LoadedModel, tmp_path: Path) -> None:
+    """The first and the last id of the target are in range."""
+    config = published.eagle_config()
+    weights = write_head(tmp_path, config)
+    ids = np.array([0, *SOME_TOKENS[1:-1], VOCAB - 1])
+    weights["d2t"] = ids - np.arange(len(ids))
+    arrays = {name: mx.array(array) for name, array in weights.items()}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    logits = head.as_target(mx.zeros((1, len(ids))))[0].tolist()
+    assert [i for i, each in enumerate(logits) if each == 0] == ids.tolist()
+
+
+ODD_CONFIGS: dict[str, dict[str, Any]] = {
+    "null layers": {"transformer_layer_config": None},
+    "a kind that is a number": {"speculators_model_type": 7},
+    "mrope without sections": {
+        "rope_scaling": {"type": "mrope", "mrope_section": []},
+    },
+    "an odd head": {"head_dim": 7},
+    "rope of words": {"rope_parameters": {"rope_theta": "a"}},
+    "packing of words": {"quantization": {"bits": "four", "group_size": None}},
+    "packing is a list": {"quantization": [4, 64]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_CONFIGS)
+def test_odd_configurations(name: str, lender: LoadedModel, tmp_path: Path) -> None:
+    """A value of another kind ends in our error, or is not needed."""
+    config = published.dflash_config(**ODD_CONFIGS[name])
+    write_head(tmp_path, published.dflash_config())
+    with contextlib.suppress(ModelError):
+        load_head(tmp_path, config, "the draft", lender)
+
+
+def test_headers_that_are_no_text(lender: LoadedModel, tmp_path: Path) -> None:
+    """MLX raises a UnicodeDecodeError, not a RuntimeError, for these."""
+    config = published.dflash_config()
+    write_head(tmp_path, config)
+    header = b"\xff\xfe{}".ljust(16)
+    data = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match="the draft cannot be loaded"):
+        load_head(tmp_path, config, "the draft", lender)
+
+
+@pytest.mark.parametrize(
+    "packing", [(32, 4, "affine"), (32, 4, "mxfp4"), (16, 4, "nvfp4"), (32, 8, "mxfp8")]
+)
+def test_packed_layers_are_known_by_their_shapes(
+    packing: tuple[int, int, str], lender: LoadedModel, tmp_path: Path
+) -> None:
+    """No configuration says so, and others stay as they are."""
+    config = published.dflash_config()
+    weights = write_head(tmp_path, config)
+    group_size, bits, mode = packing
+    arrays = {name: mx.array(array) for name, array in weights.items()}
+    for name in ("fc", "layers.1.self_attn.q_proj"):
+        packed = mx.quantize(
+            arrays[f"{name}.weight"], group_size=group_size, bits=bits, mode=mode
+        )
+        for part, array in zip(("weight", "scales", "biases"), packed, strict=False):
+            arrays[f"{name}.{part}"] = array
+        plain = mx.dequantize(*packed, group_size=group_size, bits=bits, mode=mode)
+        weights[f"{name}.weight"] = np.array(plain.astype(mx.float32))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    assert isinstance(head.layers[0].self_attn.q_proj, nn.Linear)
+    check_block(head, weights, {}, lender)
+
+
+def test_a_stray_file_is_no_part_of_a_head(lender: LoadedModel, tmp_path: Path) -> None:
+    """An older file beside the newer one took its place, by the order of names."""
+    config = published.dflash_config()
+    weights = write_head(tmp_path, config)
+    arrays = {"fc.weight": mx.array(weights["fc.weight"])}
+    mx.save_safetensors(str(tmp_path / "model_old.safetensors"), arrays)
+    with pytest.raises(ModelError, match=r"fc.weight in two files, .*model_old"):
+        load_head(tmp_path, config, "the draft", lender)
 
 
 def test_layers_that_nobody_names() -> None:
