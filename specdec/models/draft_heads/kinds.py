@@ -12,10 +12,13 @@ from .block import block_config
 from .config import HeadConfig, Published
 from .dflash2 import dflash2_config
 from .eagle import eagle_config
+from .gemma import gemma_block_config
+from .muse import muse_config
 from .peagle import peagle_config
+from .qwen35 import qwen35_block_config
 
-#: What reads the configuration of a kind, by the first of ``architectures``, or by
-#: ``speculators_model_type`` in speculators' format.
+#: What reads the configuration of a kind, by ``speculators_model_type``, the first of
+#: ``architectures``, or ``model_type``.
 KINDS: dict[str, Callable[[Published], HeadConfig]] = {
     "DFlashDraftModel": block_config,
     "dflash": block_config,
@@ -25,6 +28,10 @@ KINDS: dict[str, Callable[[Published], HeadConfig]] = {
     "DSparkDraftModel": block_config,
     "Lfm2DSparkDraftModel": block_config,
     "dspark": block_config,
+    "Gemma4DSparkModel": gemma_block_config,
+    "Qwen35DSparkModel": qwen35_block_config,
+    "MuseGlimmerAssistantModel": muse_config,
+    "muse_glimmer_assistant": muse_config,
     "LlamaForCausalLMEagle3": eagle_config,
     "Eagle3LlamaForCausalLM": eagle_config,
     "Eagle3Speculator": eagle_config,
@@ -48,7 +55,7 @@ _REFUSED = {
     "eagle": "of EAGLE's versions, 3 and 3.1 are supported",
 }
 # Words in the names of all kinds of heads.
-_WORDS = ("dflash", "dspark", "mtp", *_REFUSED)
+_WORDS = ("dflash", "dspark", "mtp", "assistant", *_REFUSED)
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -57,6 +64,8 @@ def kind_of(config: Mapping[str, Any]) -> str:
     if named is None:
         listed = config.get("architectures")
         named = listed[0] if isinstance(listed, list) and listed else ""
+        if str(named) not in KINDS and str(config.get("model_type")) in KINDS:
+            named = config["model_type"]
     return str(named)
 
 

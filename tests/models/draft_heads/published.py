@@ -95,6 +95,78 @@ def dflash2_config(**changes: Any) -> dict[str, Any]:
     )
 
 
+def nemotron_config(**changes: Any) -> dict[str, Any]:
+    """As NVIDIA's is: causal, a window, sinks, the anchor reserved."""
+    dflash = {
+        "causal": True,
+        "use_swa": True,
+        "swa_window_size": 7,
+        "sample_from_anchor": False,
+    }
+    return (
+        dspark_config(
+            dflash_query_causal=True, attention_sink_bias=True, dflash_config=dflash
+        )
+        | changes
+    )
+
+
+def qwen35_config(**changes: Any) -> dict[str, Any]:
+    """As Ornith's are."""
+    return dspark_config(
+        architectures=["Qwen35DSparkModel"],
+        model_type="qwen3_5",
+        enable_qwen35_gated_q_proj=True,
+        rope_theta=None,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 0],
+        },
+        **changes,
+    )
+
+
+def muse_config(**changes: Any) -> dict[str, Any]:
+    """As that of Muse Glimmer's assistant."""
+    left_out = ("vocab_size", "num_target_layers", "dflash_config", "rope_theta")
+    config = dflash_config(
+        architectures=["MuseGlimmerAssistantModel"],
+        layer_types=["sliding_attention"] * 2,
+        sliding_window=7,
+        mask_token_id=96,
+        target_layer_ids=list(READS),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return {n: v for n, v in config.items() if n not in left_out} | changes
+
+
+def gemma_config(**changes: Any) -> dict[str, Any]:
+    """As DeepSeek's head for Gemma 4 is: a copy of the target's, mostly."""
+    config = dspark_config(
+        architectures=["Gemma4DSparkModel"],
+        model_type="gemma4_text",
+        hidden_activation="gelu_pytorch_tanh",
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        enable_moe_block=False,
+        hidden_size_per_layer_input=0,
+        layer_types=["full_attention"] * 2,
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+        },
+        draft_vocab_size=None,
+    )
+    return {n: v for n, v in config.items() if n != "hidden_act"} | changes
+
+
 def eagle_config(**changes: Any) -> dict[str, Any]:
     """As SafeAILab's are."""
     return {
@@ -195,19 +267,28 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
         shapes["input_norm.weight"] = (size * len(READS),)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(READS))}
-    some, vocab_size = config.get("draft_vocab_size"), layers["vocab_size"]
+    some, vocab_size = config.get("draft_vocab_size"), layers.get("vocab_size", VOCAB)
+    if config.get("attention_sink_bias"):
+        for i in range(layers["num_hidden_layers"]):
+            sinks = (layers["num_attention_heads"],)
+            shapes[f"layers.{i}.self_attn.attention_sink_bias"] = sinks
+    if config.get("enable_qwen35_gated_q_proj"):
+        for i in range(layers["num_hidden_layers"]):
+            shapes[f"layers.{i}.self_attn.q_proj.weight"] = (2 * queries, size)
+    if config["architectures"] == ["Gemma4DSparkModel"]:
+        shapes |= gemma_shapes(config)
     if some:
         shapes["lm_head.weight"] = (some, size)
-    if rank := config.get("markov_rank"):
+    more = {**config, **config.get("dflash_config", {})}
+    if rank := more.get("markov_rank"):
         shapes["markov_head.markov_w1.weight"] = (vocab_size, rank)
         shapes["markov_head.markov_w2.weight"] = (some or vocab_size, rank)
-        if config.get("markov_head_type") == "gated":
+        if more.get("markov_head_type") == "gated":
             shapes["markov_head.gate_proj.weight"] = (rank, size + rank)
             shapes["markov_head.gate_proj.bias"] = (rank,)
-        if config.get("markov_head_type") == "rnn":
+        if more.get("markov_head_type") == "rnn":
             shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + size)
             shapes["markov_head.joint_proj.bias"] = (3 * rank,)
-    more = {**config, **config.get("dflash_config", {})}
     if taps := more.get("conv_kernel_size"):
         numbers = 2 * taps * size // more["conv_group_size"]
         for i in range(layers["num_hidden_layers"]):
@@ -225,6 +306,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
         shapes["confidence_head.proj.weight"] = (1, width)
         shapes["confidence_head.proj.bias"] = (1,)
     weights: dict[str, Any] = {}
+    shapes = {name: shape for name, shape in shapes.items() if shape}
     for name, shape in shapes.items():
         if len(shape) == 1:
             weights[name] = rng.uniform(0.5, 1.5, shape)
@@ -236,6 +318,30 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
         weights["d2t"] = (tokens - np.arange(some)).astype(np.int64)
         weights["t2d"] = np.isin(np.arange(vocab_size), tokens)
     return weights
+
+
+def gemma_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Arrays of a head of Gemma layers that others do not have, or not so."""
+    size, head = config["hidden_size"], config["global_head_dim"]
+    heads, keys = config["num_attention_heads"], config["num_global_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (config["vocab_size"], size),
+        "lm_head.weight": (config["vocab_size"], size),
+    }
+    for i in range(config["num_hidden_layers"]):
+        at = f"layers.{i}."
+        shapes |= {
+            at + "pre_feedforward_layernorm.weight": (size,),
+            at + "post_feedforward_layernorm.weight": (size,),
+            at + "layer_scalar": (1,),
+            at + "self_attn.q_proj.weight": (heads * head, size),
+            at + "self_attn.k_proj.weight": (keys * head, size),
+            at + "self_attn.v_proj.weight": (),
+            at + "self_attn.o_proj.weight": (size, heads * head),
+            at + "self_attn.q_norm.weight": (head,),
+            at + "self_attn.k_norm.weight": (head,),
+        }
+    return shapes
 
 
 def write_head(
@@ -258,8 +364,13 @@ def norm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
     return scaled
 
 
-def turned(x: Array, positions: Array, *, pairs: bool = False) -> Array:
+def turned(
+    x: Array, positions: Array, *, pairs: bool = False, dims: int | None = None
+) -> Array:
     """Rotary embedding of x (S, heads, d): halves of a head, or neighbours."""
+    if dims is not None and dims < x.shape[-1]:
+        first = turned(x[..., :dims], positions, pairs=pairs)
+        return np.concatenate([first, x[..., dims:]], -1)
     d = x.shape[-1]
     angles = positions[:, None] * 10000.0 ** (-np.arange(0, d, 2) / d)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
@@ -275,14 +386,24 @@ def turned(x: Array, positions: Array, *, pairs: bool = False) -> Array:
     return out
 
 
-def attention(q: Array, k: Array, v: Array, visible: Array) -> Array:
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    sinks: Array | None = None,
+    scale: float | None = None,
+) -> Array:
     """q (S, H, d), k and v (T, h, d), visible (S, T); what is found, (S, H d)."""
     share = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, share, 1), np.repeat(v, share, 1)
-    scores = np.einsum("shd,thd->hst", q, k) / math.sqrt(q.shape[-1])
+    scores = np.einsum("shd,thd->hst", q, k)
+    scores = scores * (scale or 1 / math.sqrt(q.shape[-1]))
     scores = np.where(visible, scores, -np.inf)
-    scores = np.exp(scores - scores.max(-1, keepdims=True))
-    scores /= scores.sum(-1, keepdims=True)
+    most = scores.max(-1, keepdims=True)
+    sink = np.zeros((1, 1, 1)) if sinks is None else np.exp(sinks[:, None, None] - most)
+    scores = np.exp(scores - most)
+    scores /= scores.sum(-1, keepdims=True) + sink
     found: Array = np.einsum("hst,thd->shd", scores, v)
     return found.reshape(len(q), -1)
 
@@ -385,8 +506,17 @@ def block_states(
     windows: Sequence[int | None] = (None, None),
     causal: Sequence[bool] = (False, False),
     pairs: bool = False,
+    dims: int | None = None,
 ) -> Array:
     """States (b, D) of embedded block tokens (b, D) after features (n, F)."""
+    w, gates = dict(w), {}
+    for name, array in w.items():
+        if name.endswith("q_proj.weight") and len(array) == 2 * 4 * 8:
+            # Heads of a query and a gate each; gains are stored less 1.
+            both = array.reshape(4, 2, 8, -1)
+            w[name], gates[name] = (both[:, i].reshape(32, -1) for i in (0, 1))
+    if gates:
+        w |= {n: a + 1 for n, a in w.items() if n.endswith("norm.weight")}
     n, b = len(features), len(block)
     context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
     before, here = np.arange(n), np.arange(n, n + b)
@@ -398,12 +528,12 @@ def block_states(
         group = SELECTS["conv_group_size"]
         if convolves:
             own = convolved(normed, normed, w, at + "attention_conv.", 0, group)
-        q = heads(own, w, at, "q", here, pairs=pairs)
+        q = heads(own, w, at, "q", here, pairs=pairs, dims=dims)
         k, v = (
             np.concatenate(
                 [
-                    heads(context, w, at, kind, before, pairs=pairs),
-                    heads(own, w, at, kind, here, pairs=pairs),
+                    heads(context, w, at, kind, before, pairs=pairs, dims=dims),
+                    heads(own, w, at, kind, here, pairs=pairs, dims=dims),
                 ]
             )
             for kind in "kv"
@@ -413,7 +543,11 @@ def block_states(
             seen[:, :n] = here[:, None] - before < window
         if only_before:
             seen[:, n:] = here <= here[:, None]
-        mixed = attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
+        mixed = attention(q, k, v, seen, w.get(at + "self_attn.attention_sink_bias"))
+        if gates:
+            gate = own @ gates[at + "self_attn.q_proj.weight"].T
+            mixed = mixed / (1 + np.exp(-gate))
+        mixed = mixed @ w[at + "self_attn.o_proj.weight"].T
         if convolves:
             mixed = convolved(mixed, normed, w, at + "attention_conv.", 1, group)
         x = x + mixed
@@ -424,6 +558,58 @@ def block_states(
         if convolves:
             mixed = convolved(mixed, normed, w, at + "mlp_conv.", 1, group)
         x = x + mixed
+    return norm(x, w["norm.weight"])
+
+
+def gemma_turned(x: Array, positions: Array, theta: float, share: float) -> Array:
+    """Proportional rotary embedding of x (S, heads, d): the first pairs of halves."""
+    d = x.shape[-1]
+    half = d // 2
+    turning = int(d * share) // 2
+    angles = positions[:, None] * theta ** (-2 * np.arange(half) / d)
+    angles[:, turning:] = 0
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def gemma_mlp(x: Array, w: dict[str, Array], at: str) -> Array:
+    gate, up = x @ w[at + "mlp.gate_proj.weight"].T, x @ w[at + "mlp.up_proj.weight"].T
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    gate = 0.5 * gate * (1 + np.tanh(inner))
+    out: Array = (gate * up) @ w[at + "mlp.down_proj.weight"].T
+    return out
+
+
+def gemma_layer(x: Array, mixed: Array, w: dict[str, Array], at: str) -> Array:
+    """The rest of a Gemma layer, from what its attention finds on."""
+    mixed = mixed @ w[at + "self_attn.o_proj.weight"].T
+    h = x + norm(mixed, w[at + "post_attention_layernorm.weight"])
+    mixed = gemma_mlp(norm(h, w[at + "pre_feedforward_layernorm.weight"]), w, at)
+    h = h + norm(mixed, w[at + "post_feedforward_layernorm.weight"])
+    out: Array = h * w[at + "layer_scalar"]
+    return out
+
+
+def gemma_states(w: dict[str, Array], features: Array, tokens: Sequence[int]) -> Array:
+    """States (b, D) of a block of tokens after features (n, F)."""
+    n, b, size = len(features), len(tokens), features.shape[1] // len(READS)
+    context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x = w["embed_tokens.weight"][list(tokens)] * math.sqrt(size)
+    positions = np.arange(n + b)
+    for i in range(2):
+        at = f"layers.{i}."
+        own = norm(x, w[at + "input_layernorm.weight"])
+        q = (own @ w[at + "self_attn.q_proj.weight"].T).reshape(b, -1, 16)
+        k = np.concatenate([context, own]) @ w[at + "self_attn.k_proj.weight"].T
+        k = k.reshape(n + b, -1, 16)
+        v = norm(k, np.ones(16))
+        q = norm(q, w[at + "self_attn.q_norm.weight"])
+        k = norm(k, w[at + "self_attn.k_norm.weight"])
+        q = gemma_turned(q, positions[n:], 1e6, 0.25)
+        k = gemma_turned(k, positions, 1e6, 0.25)
+        mixed = attention(q, k, v, np.ones((b, n + b), bool), scale=1.0)
+        x = gemma_layer(x, mixed, w, at)
     return norm(x, w["norm.weight"])
 
 

@@ -75,6 +75,29 @@ BLOCKS |= {
         published.dflash2_config(dflash={"conv_kernel_size": 3}), {}
     ),
     "speculators dflash2": (published.speculators_config("dflash2"), {}),
+    "nemotron, anchored": (
+        published.nemotron_config(), {"windows": (7, 7), "causal": (True, True)}
+    ),
+    "dspark of qwen3.5": (published.qwen35_config(), {"dims": 4}),
+    "muse": (published.muse_config(), {"windows": (7, 7)}),
+    "dspark of specforge": (
+        published.dflash_config(
+            architectures=["DSparkDraftModel"],
+            dflash={
+                "projector_type": "dspark", "markov_rank": 6,
+                "markov_head_type": "gated",
+            },
+        ),
+        {},
+    ),
+    "dspark of liquid, pairs": (
+        published.dflash_config(
+            architectures=["Lfm2DSparkDraftModel"], markov_rank=6,
+            rope_is_neox_style=False,
+        ),
+        {"pairs": True},
+    ),
+    "dspark of gemma": (published.gemma_config(), {}),
 }  # fmt: skip
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle3": published.eagle_config(),
@@ -164,11 +187,16 @@ def check_block(
     embedding = np.array(model.model.embed_tokens.weight)
     assert caches[0].offset.tolist() == [n + width for n in LENGTHS]
     for i, n in enumerate(LENGTHS):
-        block = embedding[[int(anchors[i, 0]), *[mask] * (width - 1)]]
-        expected = published.block_states(weights, features_of(n), block, **how)
+        tokens = [int(anchors[i, 0]), *[mask] * (width - 1)]
+        if "embed_tokens.weight" in weights:
+            expected = published.gemma_states(weights, features_of(n), tokens)
+        else:
+            expected = published.block_states(
+                weights, features_of(n), embedding[tokens], **how
+            )
         assert np.allclose(np.array(states[i]), expected, atol=2e-4)
         own = weights.get("lm_head.weight", np.array(model.lm_head.weight))
-        dflash = config.get("dflash_config", {})
+        dflash = {**config, **config.get("dflash_config", {})}
         plain = (expected @ own.T) * dflash.get("output_multiplier", 1.0)
         if cap := dflash.get("final_logit_softcapping"):
             plain = cap * np.tanh(plain / cap)
@@ -290,7 +318,53 @@ def forgets(head: Any) -> None:
     head.markov_head._mixed = lambda e, h, carried: usual(e, h, None)
 
 
+def all_of_a_head(head: Any) -> None:
+    for layer in head.layers:
+        layer.self_attn.rope = nn.RoPE(8)
+
+
+def gate_first(head: Any) -> None:
+    for layer in head.layers:
+        part = layer.self_attn
+        part.q_proj, part.g_proj = part.g_proj, part.q_proj
+
+
+def no_sinks(head: Any) -> None:
+    for layer in head.layers:
+        del layer.self_attn.attention_sink_bias
+
+
+def no_value_norm(head: Any) -> None:
+    for layer in head.layers:
+        part = layer.self_attn
+        part.keys_values = lambda x, offset, part=part: (
+            type(part).keys_values(part, x, offset)[0],
+            part._heads(part.k_proj(x), part.num_kv_heads),
+        )
+
+
+def scaled_twice(head: Any) -> None:
+    head.args = replace(head.args, embedding_scale=float(WIDTH))
+
+
+def scaled_scores(head: Any) -> None:
+    for layer in head.layers:
+        layer.self_attn.scale = 16**-0.5
+
+
+def no_output_norm(head: Any) -> None:
+    for layer in head.layers:
+        layer.post_attention_layernorm = nn.Identity()
+
+
 FAULTS = (
+    ("dspark of qwen3.5", all_of_a_head),
+    ("dspark of qwen3.5", gate_first),
+    ("nemotron, anchored", no_sinks),
+    *(
+        ("dspark of gemma", f)
+        for f in (no_value_norm, scaled_twice, scaled_scores, no_output_norm, no_cap)
+    ),
     *(("dflash", f) for f in (turn_pairs, other_mask, norm_first, causal, no_key_norm)),
     *(
         ("dflash2", f)
@@ -310,12 +384,12 @@ def test_what_is_wrong_is_seen(
     name: str, fault: Callable[[Any], None], lender: LoadedModel, tmp_path: Path
 ) -> None:
     """The comparison above notices each of these."""
-    config, _ = BLOCKS[name]
+    config, how = BLOCKS[name]
     head, weights = loaded(tmp_path, config, lender)
     mask = head.args.mask_token
     fault(head)
     with pytest.raises(AssertionError):
-        check_block(head, weights, {}, lender, config=config, mask_token=mask)
+        check_block(head, weights, how, lender, config=config, mask_token=mask)
 
 
 def check_chain(
@@ -493,6 +567,41 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(UnsupportedModelError, match=message) as caught:
         loaded(tmp_path, config, lender)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("original", [16, None])
+def test_yarn(original: int | None, lender: LoadedModel, tmp_path: Path) -> None:
+    """As transformers has it, from which these heads were trained (Peng et al. 2023).
+
+    Without it acceptance falls with each token, and without the factor of queries and
+    keys from the first on.
+    """
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    if original is not None:
+        rope["original_max_position_embeddings"] = original
+    config = published.dflash_config(
+        architectures=["DSparkDraftModel"],
+        rope_theta=None,
+        rope_parameters=rope,
+        max_position_embeddings=64,
+    )
+    head, _ = loaded(tmp_path, config, lender)
+    x = np.random.default_rng(0).normal(size=(1, 1, 9, 8)).astype(np.float32)
+    found = head.layers[0].self_attn.rope(mx.array(x), offset=40)
+    plain = 10000.0 ** (-np.arange(0, 8, 2) / 8)
+    low, high = (
+        8 * np.log((original or 64) / (turns * 2 * np.pi)) / (2 * np.log(10000.0))
+        for turns in (32, 1)
+    )
+    low, high = max(np.floor(low), 0), min(np.ceil(high), 7)
+    ramp = np.clip((np.arange(4) - low) / (high - low), 0, 1)
+    frequencies = plain / 4 * ramp + plain * (1 - ramp)
+    angles = np.arange(40, 49)[:, None] * frequencies
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b = x[0, 0, :, :4], x[0, 0, :, 4:]
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    turned *= 0.1 * np.log(4.0) + 1
+    assert np.allclose(np.array(found[0, 0]), turned, atol=1e-4)
 
 
 def test_a_selector_of_nothing_is_dflash(lender: LoadedModel, tmp_path: Path) -> None:
@@ -732,6 +841,26 @@ def test_layers_that_nobody_names() -> None:
     """As z-lab spreads them over 36 layers."""
     assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
     assert spread_layers(28, 1) == (14,)
+
+
+@pytest.mark.parametrize(
+    ("said", "width", "anchored"),
+    [(None, None, False), (None, 6, True), (None, 5, False), (False, 6, False)],
+)
+def test_a_speculators_anchor(
+    said: bool | None, width: int | None, anchored: bool
+) -> None:
+    """What is said decides, and else how many tokens a block proposes.
+
+    One slot off, 1.4 tokens a round were accepted in place of 3.4.
+    """
+    config = published.speculators_config("dspark", sample_from_anchor=said)
+    if width is not None:
+        method = {"proposal_type": "greedy", "speculative_tokens": width}
+        config["speculators_config"] = {"proposal_methods": [method]}
+    found = head_config(config, (), "the draft")
+    assert isinstance(found, BlockConfig)
+    assert found.from_anchor == anchored
 
 
 def test_layers_are_counted_in_two_ways() -> None:
