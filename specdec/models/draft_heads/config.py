@@ -257,8 +257,8 @@ class Published:
         neox = self.config.get("rope_is_neox_style")
         if neox is None:
             neox = self.config.get("is_neox_style")
-        scaling = layers.get("rope_scaling") or rope or None
-        kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type")
+        scaling: dict[str, Any] = layers.get("rope_scaling") or rope
+        kind = scaling.get("rope_type") or scaling.get("type")
         if kind == "yarn" and layers.get("max_position_embeddings"):
             # The default of the library that heads were trained with; mlx-lm's is 4096.
             key = "original_max_position_embeddings"
@@ -273,7 +273,7 @@ class Published:
             head_dim=layers.get("head_dim") or layers["hidden_size"] // heads,
             rms_norm_eps=float(layers.get("rms_norm_eps", 1e-6)),
             rope_theta=float(check_shape(theta, _NUMBER, "rope_theta")),
-            rope_scaling=scaling,
+            rope_scaling=scaling or None,
             rope_traditional=None if neox is None else not neox,
             max_positions=layers.get("max_position_embeddings"),
             qk_norm=f"{first}.q_norm.weight" in self.names,

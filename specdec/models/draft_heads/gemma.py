@@ -66,11 +66,11 @@ class GemmaAttention(HeadAttention):
 class GemmaLayer(HeadLayer):
     """A decoder layer with norms before and after attention and MLP."""
 
-    def __init__(self, sizes: LayerSizes, attention: nn.Module):
+    def __init__(self, sizes: LayerSizes, attention: HeadAttention):
         super().__init__(sizes)
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
         self.self_attn = attention
-        self.mlp = GemmaMLP(size, sizes.intermediate_size)
+        self.mlp = GemmaMLP(size, sizes.intermediate_size)  # type: ignore[no-untyped-call]
         self.pre_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
         self.post_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
         self.layer_scalar = mx.ones((1,))
