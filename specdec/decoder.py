@@ -34,6 +34,7 @@ from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
 from .model_names import draft_for, target_name
+from .models.vision import no_images
 from .models import LoadedModel, adopt, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .models.tokenizer import set_chat_template
@@ -183,7 +184,11 @@ class SpecDecoder:
                 announce=tell,
             ),
         )
-        self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
+        self.prompt_limit = PromptLimit(
+            self.tokenizer,
+            self.bounds.context_length,
+            self._target.images or no_images(target.name, target.config),
+        )
         self._rehearsal = Rehearsal(self._backend, alone=target.ranks is None)
         # All calls share it: what one call learns about the draft serves the next.
         self._length = draft_length(

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Literal
 
 from .grammar import GrammarState
+from .prompts.images import PlacedImage
 from .sampling_params import SamplingParams
 from .utils.output_text import OutputText
 
@@ -77,6 +78,8 @@ class Request:
     eos_token_ids: AbstractSet[int] = frozenset()
     output: OutputText | None = None
     grammar: GrammarState | None = None
+    #: Images among the prompt's tokens, in order.
+    images: tuple[PlacedImage, ...] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -17,6 +17,7 @@ from ..models.draft_folder import fingerprint, is_made_for, read_card
 from ..models.loaded import Described
 from ..models.model_outline import outline, outline_draft
 from ..models.runner import ModelRunner
+from ..models.vision import ImageEncoder, image_encoder
 from ..parallel import Ranks, differing
 from ..prefix_cache.store import PrefixStore
 from ..spec_decode import (
@@ -43,14 +44,18 @@ def models_of(
 ) -> Models:
     """The target's runner, and the drafter."""
 
-    def runner(model: LoadedModel) -> ModelRunner:
+    def runner(
+        model: LoadedModel, images: ImageEncoder | None = None
+    ) -> ModelRunner:
         own = backend
         if model.ranks is not None:
             # It is unknown whether a compiled graph can replay NCCL's collectives.
             own = replace(backend, compile_after=None)
-        return ModelRunner(model.model, model.name, config, own, store)
+        return ModelRunner(model.model, model.name, config, own, store, images)
 
-    of_target = runner(target)
+    of_target = runner(
+        target, image_encoder(target.folder, target.config, target.name)
+    )
     if drafter is None or not config.max_draft_tokens:
         return of_target, None
     context = DraftContext(

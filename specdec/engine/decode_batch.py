@@ -87,6 +87,7 @@ class DecodeBatch:
             max_length=self._max_length(),
             last=[p[-1] if p else 0 for p in prompts],
             single_stays=True,
+            images=[s.images if s else () for s in self.slots],
         )
         if any(salts := self._salts):
             self._target.separate(salts)

@@ -193,7 +193,14 @@ class Session:
         params = self._bounds.check(prompt, self._completed(params))
         grammar = grammar or self._bounds.grammar(params)
         index = self._next_index
-        request = Request(index, prompt.text, prompt.token_ids, params, grammar=grammar)
+        request = Request(
+            index,
+            prompt.text,
+            prompt.token_ids,
+            params,
+            grammar=grammar,
+            images=prompt.images,
+        )
         self._next_index += 1
         self._engine.add(request)
         return index

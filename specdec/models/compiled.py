@@ -82,11 +82,12 @@ class CompiledForwards:
         self._refused = False
 
     def __call__(
-        self, tokens: mx.array, caches: Sequence[Any], *, padding: int = 0
+        self, inputs: Sequence[mx.array], caches: Sequence[Any], *, padding: int = 0
     ) -> tuple[mx.array, mx.array | None] | None:
-        """Write ``tokens`` of shape (B, S) after every row of ``caches``.
+        """Write tokens after every row of ``caches``.
 
         Args:
+            inputs: tokens of shape (B, S), and further arguments of the model.
             padding: how often a single token (S = 1) is computed again and taken back.
 
         Returns:
@@ -96,7 +97,7 @@ class CompiledForwards:
         Raises:
             CacheError: the tokens do not fit.
         """
-        return self.call(_FORWARD, (tokens,), caches, padding=padding)
+        return self.call(_FORWARD, inputs, caches, padding=padding)
 
     def call(
         self,
@@ -219,7 +220,8 @@ class CompiledForwards:
             rest = iter(twins)
             rows, num_tokens = inputs[0].shape[:2]
             if padding:
-                inputs = [mx.broadcast_to(inputs[0], (rows, 1 + padding))]
+                twice = mx.broadcast_to(inputs[0], (rows, 1 + padding))
+                inputs = [twice, *inputs[1:]]
                 for twin in twins:
                     twin.prepare(lengths=[1] * rows)
             given = [

@@ -14,6 +14,7 @@ from .encode import (
     encode,
     encode_all,
 )
+from .images import Image, PlacedImage
 from .files import PromptRecord, read_prompts, read_records, read_text
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "OWN_VARIABLES",
     "EncodedPrompt",
     "Encoding",
+    "Image",
+    "PlacedImage",
     "Prompt",
     "PromptLimit",
     "PromptRecord",

@@ -6,10 +6,11 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, Protocol, TypeAlias, TypedDict, Unpack
 
 from ..errors import PromptError
 from ..utils.printable import quoted, shorten
+from .images import MAX_IMAGES, Image, PlacedImage, image_in
 from .templates import render_chat
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -40,11 +41,24 @@ class EncodedPrompt:
     """A prompt ready for the model.
 
     ``text`` is a string prompt as it was given, messages as the chat template
-    renders them, and a token list as the tokenizer decodes it.
+    renders them, and a token list as the tokenizer decodes it. ``images`` stand in
+    the order of their tokens.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...] = ()
+
+
+class ImageTokens(Protocol):
+    """How a target writes images; :class:`specdec.models.vision.ImageEncoder`."""
+
+    @property
+    def marker_token(self) -> int: ...
+
+    def tokens_of(self, image: Image) -> tuple[int, ...]: ...
+
+    def grid_of(self, image: Image) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True)
@@ -55,10 +69,12 @@ class PromptLimit:
         tokenizer: the target's tokenizer.
         context_length: the target's context, in tokens; ``None``: not known, so that
             only :data:`MAX_PROMPT_BYTES` counts.
+        images: how images become tokens, or why there can be none.
     """
 
     tokenizer: Any = None
     context_length: int | None = None
+    images: ImageTokens | str = "images are not supported here: leave them out"
 
     @cached_property
     def max_bytes(self) -> int:
@@ -187,6 +203,8 @@ def encode(
             raise PromptError(f"the {what}: {error}") from error
     _check_template_config(chat_template_config)
 
+    pictures: list[Image] = []
+
     def render(messages: list[Mapping[str, Any]]) -> EncodedPrompt:
         if system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -199,7 +217,10 @@ def encode(
             tools=tools,
             continued=continued or prefill_response is not None,
         )
-        return EncodedPrompt(text, _encode_rendered(tokenizer, text, limit))
+        token_ids = _encode_rendered(tokenizer, text, limit)
+        if pictures:
+            return _with_images(text, token_ids, pictures, limit)
+        return EncodedPrompt(text, token_ids)
 
     if isinstance(prompt, str):
         limit.check(prompt)
@@ -235,7 +256,43 @@ def encode(
                 else "this tokenizer has none: give the prompt as a string"
             )
         )
-    return render(check_messages(prompt, limit))
+    return render(check_messages(prompt, limit, pictures))
+
+
+def _with_images(
+    text: str,
+    token_ids: Sequence[int],
+    pictures: Sequence[Image],
+    limit: PromptLimit,
+) -> EncodedPrompt:
+    """Replace each marker that the template wrote by the tokens of its image."""
+    encoder = limit.images
+    if isinstance(encoder, str):
+        raise PromptError(encoder)
+    marker = encoder.marker_token
+    if token_ids.count(marker) != len(pictures):
+        raise PromptError(
+            f"the rendered messages have {token_ids.count(marker)} image markers for "
+            f"{len(pictures)} images: write no marker into a text"
+        )
+    if token_ids[-1] == marker:
+        raise PromptError("it ends with an image: end it with text")
+    waiting = iter(pictures)
+    whole: list[int] = []
+    placed: list[PlacedImage] = []
+    for token in token_ids:
+        if token != marker:
+            whole.append(token)
+            continue
+        image = next(waiting)
+        tokens = encoder.tokens_of(image)
+        start = len(whole)
+        places = tuple(start + i for i, each in enumerate(tokens) if each == marker)
+        stop, grid = start + len(tokens), encoder.grid_of(image)
+        placed.append(PlacedImage(image, start, stop, places, grid))
+        whole += tokens
+    limit.check_count(len(whole), "tokens, those of its images included,")
+    return EncodedPrompt(text, tuple(whole), tuple(placed))
 
 
 def _has_chat_template(tokenizer: Any) -> bool:
@@ -311,16 +368,22 @@ def _render(
 
 
 def check_messages(
-    messages: Sequence[Any], limit: PromptLimit = NO_CONTEXT
+    messages: Sequence[Any],
+    limit: PromptLimit = NO_CONTEXT,
+    pictures: list[Image] | None = None,
 ) -> list[Mapping[str, Any]]:
-    """Chat messages, each with one text as its content."""
+    """Chat messages; each has one text as its content, or parts if it has images.
+
+    Args:
+        pictures: gets the images, in order; ``None``: images are refused.
+    """
     limit.check_count(len(messages), "messages")  # each takes a token or more
-    messages = [_with_text(message) for message in messages]
+    messages = [_with_text(message, pictures) for message in messages]
     for message in messages:
         if (
             not isinstance(message, Mapping)
             or not isinstance(message.get("role"), str)
-            or not isinstance(_content(message), str)
+            or not isinstance(_text_of(message), str)
         ):
             raise PromptError(
                 'a chat message is {"role": "user", "content": "..."}, '
@@ -328,34 +391,53 @@ def check_messages(
             )
         _check_unicode(message["role"])
         # A tool may return nothing, and a model may say nothing.
-        if message["role"] in ("assistant", "tool"):
-            _check_unicode(_content(message))
+        if message["role"] in ("assistant", "tool") or _has_images(message):
+            _check_unicode(_text_of(message))
         else:
-            check_text(_content(message))
-    limit.check(*map(_content, messages))
+            check_text(_text_of(message))
+    limit.check(*map(_text_of, messages))
     return list(messages)
 
 
-def _with_text(message: Any) -> Any:
-    """The message, with content in parts (OpenAI's form) joined to one text."""
+def _with_text(message: Any, pictures: list[Image] | None) -> Any:
+    """The message, with content in parts (OpenAI's form) joined to one text.
+
+    Parts stay if an image is among them: ``{"type": "image"}`` then says where. Images
+    are appended to ``pictures``.
+    """
     parts = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(parts, list) or not parts:
         return message
-    texts = []
+    content: list[dict[str, str]] = []
     for part in parts:
-        known = isinstance(part, Mapping) and part.get("type") == "text"
-        if not known or not isinstance(part.get("text"), str):
+        is_part = isinstance(part, Mapping)
+        if is_part and part.get("type") == "text" and isinstance(part.get("text"), str):
+            content.append({"type": "text", "text": part["text"]})
+            continue
+        image = image_in(part) if is_part and pictures is not None else None
+        if image is None or pictures is None:
             raise PromptError(
-                'a part of a message is {"type": "text", "text": "..."}, '
-                f"not {quoted(part)}: images and sound are not supported"
+                'a part of a message is {"type": "text", "text": "..."} or an image, '
+                f"not {quoted(part)}"
             )
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
+        if len(pictures) == MAX_IMAGES:
+            raise PromptError(f"it has more than {MAX_IMAGES} images: leave some out")
+        pictures.append(image)
+        content.append({"type": "image"})
+    if any(part["type"] == "image" for part in content):
+        return {**message, "content": content}
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _content(message: Mapping[str, Any]) -> Any:
+def _has_images(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), list)
+
+
+def _text_of(message: Mapping[str, Any]) -> Any:
     """The text of a message; a message that calls tools may have none."""
     content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
     return "" if content is None and message.get("tool_calls") else content
 
 

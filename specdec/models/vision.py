@@ -1,0 +1,386 @@
+"""Images as embeddings: towers, projectors and processors, which are mlx-vlm's.
+
+mlx-vlm is imported when an image comes, and only here. Its model classes compute the
+embeddings of one image at a time; the text part stays mlx-lm's class, so that a prompt
+without images is decoded as if this module did not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..errors import ModelError, PromptError, UnsupportedModelError
+from ..prompts.images import Image
+from ..utils.extras import install
+from ..utils.printable import shorten
+from .image_positions import Sections
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Where mlx-vlm has a kind of model.
+
+    Args:
+        module: its package below ``mlx_vlm.models``.
+        processor: the class in the package's ``processing_*`` module.
+        processing: the package of that module, if it is another one.
+        sections: how frequencies of rotary embeddings are shared out among three axes;
+            ``None``: an image's tokens have positions as text has.
+    """
+
+    module: str
+    processor: str
+    processing: str = ""
+    sections: Sections | None = None
+
+
+_QWEN3_5 = _Family("qwen3_5", "Qwen3VLProcessor", "qwen3_vl", "interleaved")
+#: By ``model_type``.
+_FAMILIES = {
+    "mistral3": _Family("mistral3", "Mistral3Processor"),
+    "pixtral": _Family("pixtral", "PixtralProcessor"),
+    "lfm2_vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
+    "lfm2-vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
+    "qwen2_5_vl": _Family("qwen2_5_vl", "Qwen2_5_VLProcessor", sections="chunked"),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5, module="qwen3_5_moe"),
+}
+#: Bytes of embeddings that are kept for the next prompt with the same image.
+_KEPT_BYTES = 256 * 2**20
+#: Keys of a checkpoint that belong to the text part.
+_TEXT_KEYS = ("language_model.", "model.language_model.", "lm_head.")
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a processor makes of one image.
+
+    Args:
+        tokens: the prompt's tokens that stand for the image, markers included.
+        arrays: the arguments of the tower.
+    """
+
+    tokens: tuple[int, ...]
+    arrays: Mapping[str, Any]
+
+
+class ImageEncoder:
+    """Turns images into tokens of a prompt and embeddings of these tokens.
+
+    It may be used from several threads. The processor is loaded with the first image,
+    and the tower when the first embeddings are needed.
+
+    Args:
+        folder: the target's folder.
+        config: its configuration.
+        name: its name, for messages.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], name: str):
+        self._folder, self.config, self._name = folder, config, name
+        self._family = _FAMILIES[str(config["model_type"])]
+        self._lock = threading.Lock()
+        self._processor: Any = None
+        self._tower: nn.Module | None = None
+        self._inputs: OrderedDict[str, _Inputs] = OrderedDict()
+        self._embeddings: OrderedDict[str, mx.array] = OrderedDict()
+
+    @property
+    def marker(self) -> str:
+        """The text that the chat template writes for an image."""
+        return str(self._loaded_processor().image_token)
+
+    @property
+    def marker_token(self) -> int:
+        """The token that stands for one embedding of an image."""
+        for key in ("image_token_index", "image_token_id"):
+            token = self.config.get(key)
+            if isinstance(token, int):
+                return token
+        return int(self._loaded_processor().image_token_id)
+
+    def tokens_of(self, image: Image) -> tuple[int, ...]:
+        """The tokens that stand for an image in a prompt.
+
+        Those that equal :attr:`marker_token` are replaced by embeddings; the others
+        mark rows and ends.
+
+        Raises:
+            PromptError: the processor does not take the image.
+        """
+        with self._lock:
+            return self._inputs_of(image).tokens
+
+    def grid_of(self, image: Image) -> tuple[int, int] | None:
+        """Rows and columns of an image's embeddings, if its positions depend on them.
+
+        Raises:
+            PromptError: the processor does not take the image.
+        """
+        if self.sections is None:
+            return None
+        with self._lock:
+            inputs = self._inputs_of(image)
+            _, height, width = np.array(inputs.arrays["image_grid_thw"])[0].tolist()
+            merged = self._loaded_processor().image_processor.merge_size
+            return height // merged, width // merged
+
+    @property
+    def sections(self) -> Sections | None:
+        """How rotary embeddings know of rows and columns; ``None``: they do not."""
+        return self._family.sections
+
+    def embeddings_of(self, image: Image) -> mx.array:
+        """The embeddings of an image, shape (N, D), one for each marker token.
+
+        Raises:
+            ModelError: the folder has no weights of a tower, or others than its
+                configuration says.
+            PromptError: the tower does not take the image.
+        """
+        with self._lock:
+            stored = self._embeddings.get(image.digest)
+            if stored is not None:
+                self._embeddings.move_to_end(image.digest)
+                return stored
+            inputs = self._inputs_of(image)
+            tower: Any = self._loaded_tower()
+            tokens = mx.array([inputs.tokens])
+            try:
+                embedded = tower.get_input_embeddings(tokens, **inputs.arrays)
+                rows = embedded.inputs_embeds[0]
+                places = np.flatnonzero(np.array(inputs.tokens) == self.marker_token)
+                rows = rows[mx.array(places)]
+                mx.eval(rows)
+            except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+                raise PromptError(
+                    f"{self._name} does not take this image of {image.width} x "
+                    f"{image.height} pixels ({shorten(error)}): send it in another size"
+                ) from error
+            self._embeddings[image.digest] = rows
+            del self._inputs[image.digest]
+            while len(self._embeddings) > 1 and self._bytes() > _KEPT_BYTES:
+                self._embeddings.popitem(last=False)
+            return rows
+
+    def _bytes(self) -> int:
+        return sum(rows.nbytes for rows in self._embeddings.values())
+
+    @property
+    def signature(self) -> str:
+        """Names the tower's weights, for keys of prefixes; other files change it."""
+        files = sorted(self._folder.glob("*.safetensors"))
+        status = [(file.name, file.stat()) for file in files]
+        shown = [(name, each.st_size, each.st_mtime_ns) for name, each in status]
+        settings = sorted(self._folder.glob("*processor_config.json"))
+        text = repr(shown) + "".join(file.read_text("utf-8") for file in settings)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _inputs_of(self, image: Image) -> _Inputs:
+        stored = self._inputs.get(image.digest)
+        if stored is not None:
+            return stored
+        processor = self._loaded_processor()
+        try:
+            made = processor(
+                images=[_pil(image)],
+                text=[str(processor.image_token)],
+                add_special_tokens=False,
+            )
+        except Exception as error:  # a processor may raise anything
+            raise PromptError(
+                f"{self._name} does not take this image of {image.width} x "
+                f"{image.height} pixels ({shorten(error)}): send it in another size"
+            ) from error
+        arrays = {key: _array(value) for key, value in made.items()}
+        tokens = tuple(int(t) for t in np.array(arrays.pop("input_ids")).reshape(-1))
+        arrays.pop("attention_mask", None)
+        inputs = _Inputs(tokens, arrays)
+        self._inputs[image.digest] = inputs
+        while len(self._inputs) > 64:  # prompts that were refused or are restored
+            self._inputs.popitem(last=False)
+        return inputs
+
+    def _loaded_processor(self) -> Any:
+        if self._processor is None:
+            module = _mlx_vlm(self._family, "processing_")
+            kind = getattr(module, self._family.processor)
+            try:
+                self._processor = kind.from_pretrained(
+                    str(self._folder), trust_remote_code=False
+                )
+            except Exception as error:  # files may hold anything
+                raise ModelError(
+                    f"{self._name}: its image processor cannot be loaded "
+                    f"({shorten(error)}): leave images out, or download it again"
+                ) from error
+        return self._processor
+
+    def _loaded_tower(self) -> nn.Module:
+        if self._tower is None:
+            try:
+                self._tower = _load_tower(self._folder, self.config, self._family)
+            except ModelError:
+                raise
+            except Exception as error:  # weights may have any shapes
+                raise ModelError(
+                    f"{self._name}: its image tower cannot be loaded "
+                    f"({shorten(error)}): leave images out, or download it again"
+                ) from error
+        return self._tower
+
+
+def image_encoder(
+    folder: Path | None, config: Mapping[str, Any], name: str
+) -> ImageEncoder | None:
+    """The encoder of a target's images; ``None`` for a target that reads text only."""
+    if folder is None or config.get("model_type") not in _FAMILIES:
+        return None
+    if not isinstance(config.get("vision_config"), Mapping):
+        return None
+    return ImageEncoder(folder, config, name)
+
+
+def no_images(name: str, config: Mapping[str, Any]) -> str:
+    """Why a target takes no images, as one line."""
+    kind = config.get("model_type")
+    reason = "reads text only"
+    if config.get("vision_config"):
+        reason = f"is of type {kind}, whose images are not supported"
+    return f"{name} {reason}: leave images out"
+
+
+def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.Module:
+    """mlx-vlm's model with the weights of all but its text part."""
+    module = _mlx_vlm(family)
+    utils = import_module("mlx_vlm.utils")
+    settings = {"text_config": {}, **config}
+    model_config = module.ModelConfig.from_dict(settings)
+    parts = ["text", "vision", "perceiver", "projector"]
+    model_config = utils.update_module_configs(model_config, module, settings, parts)
+    model = module.Model(model_config)
+    dimension = model_config.text_config.hidden_size
+    weights: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= mx.load(str(file))  # lazy: what is not used is not read
+    weights = {k: v for k, v in weights.items() if not k.startswith(_TEXT_KEYS)}
+    if not weights:
+        raise UnsupportedModelError(
+            f"{folder} has no weights of an image tower: take a conversion that has"
+        )
+    weights = model.sanitize(weights)
+    if hasattr(module, "VisionModel"):
+        vision = module.VisionModel(model_config.vision_config)
+        if hasattr(vision, "sanitize"):
+            weights = vision.sanitize(weights)
+    model.language_model = _NoText(dimension)
+    weights = {k: v for k, v in weights.items() if not k.startswith(_TEXT_KEYS)}
+    packed = config.get("quantization")
+    if packed:
+        nn.quantize(
+            model,
+            group_size=packed["group_size"],
+            bits=packed["bits"],
+            mode=packed.get("mode", "affine"),
+            class_predicate=lambda path, _: f"{path}.scales" in weights
+            and (packed.get(path) or True),
+        )
+    model.load_weights(list(weights.items()), strict=True)
+    model.eval()
+    kinds = {a.dtype for _, a in tree_flatten(model.parameters())}
+    model.language_model.dtype = next(
+        (k for k in (mx.bfloat16, mx.float16) if k in kinds), mx.float32
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+class _NoText(nn.Module):
+    """Stands for the text part of mlx-vlm's model: it embeds every token as zero."""
+
+    def __init__(self, dimension: int):
+        super().__init__()
+        self._dimension = dimension
+        self._dtype = mx.float32
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of the embeddings."""
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, dtype: mx.Dtype) -> None:
+        self._dtype = dtype
+
+    @property
+    def model(self) -> _NoText:
+        return self
+
+    def embed_tokens(self, tokens: mx.array) -> mx.array:
+        return mx.zeros((*tokens.shape, self._dimension), self._dtype)
+
+    def get_rope_index(self, *_: Any, **__: Any) -> tuple[None, None]:
+        return None, None
+
+
+def _mlx_vlm(family: _Family, prefix: str = "") -> Any:
+    """The package of a family in mlx-vlm, or its module with the given prefix."""
+    name = f"mlx_vlm.models.{family.module}"
+    if prefix:
+        package = family.processing or family.module
+        name = f"mlx_vlm.models.{package}.{prefix}{package}"
+    try:
+        with _as_before():
+            return import_module(name)
+    except ImportError as error:
+        raise PromptError(
+            f"images need more packages ({shorten(error)}): {install('vision')}"
+        ) from error
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Undo what an import of mlx-vlm changes in transformers and the environment.
+
+    It lets ``AutoProcessor`` run a model's own code, and sets how much is logged.
+    """
+    from transformers import AutoProcessor
+
+    environment = dict(os.environ)
+    usual = vars(AutoProcessor)["from_pretrained"]
+    try:
+        yield
+    finally:
+        AutoProcessor.from_pretrained = usual
+        for key in ("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
+            os.environ.pop(key, None)
+            if key in environment:
+                os.environ[key] = environment[key]
+
+
+def _pil(image: Image) -> Any:
+    import PIL.Image
+
+    return PIL.Image.fromarray(image.pixels)
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, mx.array) or value is None:
+        return value
+    if isinstance(value, Sequence) and not value:
+        return None
+    return mx.array(np.asarray(value))

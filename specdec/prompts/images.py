@@ -1,0 +1,221 @@
+"""Images in prompts: found in messages, decoded within bounds. No mlx here.
+
+An image becomes RGB pixels at once, so that two images are the same exactly if their
+pixels and sizes are. The decoder sees four still formats only, and looks at an image's
+size before it decodes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import PromptError
+from ..utils.extras import install
+from ..utils.printable import quoted, shorten
+
+#: What is decoded. Other decoders of Pillow have had more defects than users.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+#: The most bytes of a file, and pixels of an image: a photograph has 12 to 48 million.
+MAX_BYTES, MAX_PIXELS = 32 * 2**20, 64_000_000
+#: The most images of one prompt.
+MAX_IMAGES = 100
+
+_SEND = 'send it as a data URL, "data:image/png;base64,..."'
+#: Kinds of content that are no images, by OpenAI's and Anthropic's names.
+_OTHER_KINDS = {
+    "audio": "sounds", "input_audio": "sounds", "video": "videos",
+    "video_url": "videos", "input_video": "videos", "file": "files",
+    "input_file": "files", "document": "documents",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Image:
+    """A decoded image.
+
+    Args:
+        width, height: in pixels.
+        rgb: 3 * width * height bytes, row by row.
+    """
+
+    width: int
+    height: int
+    rgb: bytes = field(repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the image by its content: 64 hexadecimal digits of SHA-256."""
+        head = f"{self.width}x{self.height}:".encode()
+        return hashlib.sha256(head + self.rgb).hexdigest()
+
+    @property
+    def pixels(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The pixels, shape (height, width, 3)."""
+        flat = np.frombuffer(self.rgb, np.uint8)
+        return flat.reshape(self.height, self.width, 3)
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image among the tokens of a prompt.
+
+    Args:
+        start, stop: the tokens that stand for it, markers of rows and ends included.
+        places: those of them that its embeddings replace.
+        grid: rows and columns of its embeddings, if positions depend on them.
+    """
+
+    image: Image
+    start: int
+    stop: int
+    places: tuple[int, ...] = field(repr=False)
+    grid: tuple[int, int] | None = None
+
+
+def image_in(part: Mapping[str, Any], *, local: bool = True) -> Image | None:
+    """The image of a part of a message; ``None`` if the part holds no image.
+
+    Takes ``{"type": "image", "image": ...}`` with an :class:`Image`, a file's name,
+    bytes, a PIL image or an array of shape (H, W, 3); OpenAI's ``image_url`` and ``input_image``, and
+    Anthropic's ``image``, with base64 data.
+
+    Args:
+        local: whether names of files, objects of Python and bytes are taken. What
+            comes over HTTP may hold none of them.
+
+    Raises:
+        PromptError: the part names something that is not taken (an address, another
+            kind of media), or its image cannot be decoded within the bounds.
+    """
+    kind = part.get("type")
+    if kind in _OTHER_KINDS:
+        raise PromptError(f"{_OTHER_KINDS[kind]} are not supported: leave them out")
+    if kind not in ("image", "image_url", "input_image"):
+        return None
+    if part.get("file_id") is not None:
+        raise PromptError(f"an image's file_id is not supported: {_SEND}")
+    source = part.get("image_url", part.get("source", part.get("image")))
+    if isinstance(source, Image):
+        return source
+    if isinstance(source, Mapping):  # OpenAI's {"url": ...}, Anthropic's base64
+        if source.get("type") == "base64":
+            return read_image(_from_base64(source.get("data")))
+        source = source.get("url", source)
+    if isinstance(source, str):
+        if source.startswith("data:"):
+            return read_image(_from_url(source))
+        if "://" in source[:12]:
+            raise PromptError(f"images are not fetched: {_SEND}")
+        if local and kind == "image":
+            return read_file(source)
+    elif local and source is not None and not isinstance(source, Mapping):
+        return read_image(source)
+    raise PromptError(f"an image is not {quoted(source)}: {_SEND}")
+
+
+def read_file(name: str | Path) -> Image:
+    """The image in a file.
+
+    Raises:
+        PromptError: it cannot be read or decoded; the message names it.
+    """
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PromptError(f"image {shorten(name)}: {shorten(reason)}") from error
+    try:
+        return read_image(data)
+    except PromptError as error:
+        raise PromptError(f"image {shorten(name)}: {error}") from error
+
+
+def read_image(source: Any) -> Image:
+    """The image in bytes of a file, in a PIL image, or in an array (H, W, 3) of uint8.
+
+    It is turned as its EXIF data says. Transparency is dropped.
+
+    Raises:
+        PromptError: it is too large, of another format, animated, or damaged.
+    """
+    pil = _pillow()
+    if isinstance(source, bytes | bytearray | memoryview):
+        if len(source) > MAX_BYTES:
+            raise PromptError(
+                f"it has more than {MAX_BYTES} bytes: make it smaller"
+            )
+        try:
+            # Only the header is read.
+            source = pil.Image.open(io.BytesIO(source), formats=FORMATS)
+        except Exception as error:  # a decoder may raise anything
+            raise PromptError(
+                f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image that can "
+                f"be read ({type(error).__name__}): convert it"
+            ) from error
+    elif not isinstance(source, pil.Image.Image):
+        pixels = np.asarray(source)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+            raise PromptError(
+                "an array of pixels is of type uint8 and shape (height, width, 3), not "
+                f"{pixels.dtype} and {pixels.shape}"
+            )
+        height, width, _ = pixels.shape
+        _check_size(width, height)
+        return Image(width, height, np.ascontiguousarray(pixels).tobytes())
+    _check_size(*source.size)
+    if getattr(source, "is_animated", False):
+        raise PromptError("it is animated: send one of its pictures")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its size, which is checked
+            upright = pil.ImageOps.exif_transpose(source).convert("RGB")
+    except Exception as error:
+        raise PromptError(
+            f"it is damaged ({type(error).__name__}: {shorten(error)})"
+        ) from error
+    return Image(*upright.size, upright.tobytes())
+
+
+def _check_size(width: int, height: int) -> None:
+    if not width or not height:
+        raise PromptError("it has no pixels")
+    if width * height > MAX_PIXELS:
+        raise PromptError(
+            f"it has {width} x {height} pixels, and more than {MAX_PIXELS} are not "
+            "decoded: make it smaller"
+        )
+
+
+def _from_url(url: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise PromptError(f"a data URL of an image has base64 data: {_SEND}")
+    return _from_base64(data)
+
+
+def _from_base64(data: Any) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise PromptError(f"its base64 data is damaged: {_SEND}") from error
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise PromptError(f"images need more packages: {install('vision')}") from error
+    return PIL

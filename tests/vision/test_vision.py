@@ -1,0 +1,282 @@
+"""Prompts with images: every token equals mlx-vlm's own decoding in float32.
+
+mlx-vlm prepares and embeds all images of a prompt in one call, and keeps one sequence.
+Its rotary embeddings with three axes agree with ours to about 1e-5, not in every bit;
+random logits lie further apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import PIL.Image
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.errors import PromptError
+from specdec.models import image_positions, runner, vision
+from specdec.models.loading import load
+from specdec.prompts.images import Image
+from tests.plain import AT_ONCE, BEHIND
+
+from .folders import FAMILIES, random_image, write_vision_folder
+
+WIDE, TALL, SQUARE = (
+    random_image(*size, seed=n)
+    for n, size in enumerate([(90, 40), (30, 100), (64, 64)])
+)
+MAX_TOKENS = 10
+
+
+def said(*parts: str | Image) -> list[dict[str, Any]]:
+    """A user's turn of texts and images."""
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
+        for p in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+PROMPTS = [
+    said("what is this ", WIDE, " say"),
+    said("no image"),
+    said(TALL, " and ", SQUARE, " and again ", TALL, "?"),
+    said(SQUARE, "a"),
+    said("first", WIDE, "x") + [{"role": "assistant", "content": "well"}] + said("then", TALL, "?"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Writes a family's folder once; gives it and mlx-vlm's model."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def of(family: str) -> tuple[Path, Any]:
+        if family not in made:
+            path = tmp_path_factory.mktemp("vision") / family
+            made[family] = path, write_vision_folder(path, family)
+        return made[family]
+
+    return of
+
+
+def by_mlx_vlm(
+    decoder: SpecDecoder, folder: Path, model: Any, prompt: list[dict[str, Any]]
+) -> tuple[list[int], list[int]]:
+    """The prompt's tokens, and the tokens that mlx-vlm alone gives."""
+    pictures = [
+        PIL.Image.fromarray(part["image"].pixels)
+        for message in prompt
+        for part in message["content"]
+        if isinstance(part, dict) and "image" in part
+    ]
+    encoder = vision.image_encoder(folder, decoder.target.config, "reference")
+    assert encoder is not None
+    text = decoder._encode(prompt).text
+    if not pictures:
+        ids = mx.array([decoder.tokenizer.encode(text, add_special_tokens=False)])
+        inputs = {}
+    else:
+        made = encoder._loaded_processor()(
+            images=[pictures], text=[text], add_special_tokens=False
+        ) if encoder.sections is None else encoder._loaded_processor()(
+            images=pictures, text=[text], add_special_tokens=False
+        )  # fmt: skip
+        inputs = {k: vision._array(v) for k, v in made.items() if k != "attention_mask"}
+        ids = inputs.pop("input_ids")
+    part = model.language_model
+    part._rope_deltas = part._position_ids = None
+    given = model.get_input_embeddings(ids, **inputs)
+    positions = {}
+    if given.rope_deltas is not None and pictures:
+        part._rope_deltas = given.rope_deltas
+        positions = {"position_ids": given.position_ids}
+    cache = make_cache(part)
+    logits = part(ids, inputs_embeds=given.inputs_embeds, cache=cache, **positions).logits
+    tokens: list[int] = []
+    while len(tokens) < MAX_TOKENS:
+        token = int(mx.argmax(logits[0, -1]))
+        if token in decoder.tokenizer.eos_token_ids:
+            break
+        tokens.append(token)
+        logits = part(mx.array([[token]]), cache=cache).logits
+    prompt_ids: Any = ids[0].tolist()
+    return prompt_ids, tokens
+
+
+def make_cache(part: Any) -> list[Any]:
+    from mlx_vlm.models.cache import KVCache
+
+    if hasattr(part, "make_cache"):
+        made: list[Any] = part.make_cache()
+        return made
+    return [KVCache() for _ in part.model.layers]
+
+
+def decoder_of(
+    folder: Path, draft: str = "none", backend: Any = AT_ONCE, **config: Any
+) -> SpecDecoder:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.backend.defaults", lambda: backend)
+        return SpecDecoder.from_pretrained(
+            str(folder), draft=draft, config=EngineConfig(**config)
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("draft", "backend", "step", "batch"),
+    [("none", AT_ONCE, 512, 1), ("ngram", AT_ONCE, 4, 3), ("ngram", BEHIND, 16, 3)],
+    ids=["alone", "short-chunks", "behind"],
+)
+def test_every_token_is_mlx_vlms(
+    folders: Callable[[str], Any],
+    family: str,
+    draft: str,
+    backend: Any,
+    step: int,
+    batch: int,
+) -> None:
+    """Features in another order, a lost shift, a chunk that ends inside an image."""
+    folder, model = folders(family)
+    decoder = decoder_of(
+        folder, draft, backend, batch_size=batch, prefill_step_size=step,
+        num_draft_tokens=3 if draft != "none" else 0,
+    )  # fmt: skip
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ids, expected = by_mlx_vlm(decoder, folder, model, prompt)
+        assert list(decoder._encode(prompt).token_ids) == ids
+        assert result.token_ids == expected
+
+
+@pytest.fixture
+def planted(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        request.param(patch)
+        yield
+
+
+def _no_shift(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(runner.ModelRows, "_shifting", lambda _: ())
+
+
+def _another_rows_shift(patch: pytest.MonkeyPatch) -> None:
+    usual = runner.ModelRows._move
+    patch.setattr(runner.ModelRows, "_move", lambda s, n: usual(s, n[1:] + n[:1]))
+
+
+def _no_axes(patch: pytest.MonkeyPatch) -> None:
+    usual = image_positions.positions_of
+
+    def flat(length: int, images: Any) -> Any:
+        axes = usual(length, images)
+        axes[1:] = axes[:1]
+        return axes
+
+    patch.setattr(runner, "positions_of", flat)
+
+
+def _reversed_features(patch: pytest.MonkeyPatch) -> None:
+    usual = vision.ImageEncoder.embeddings_of
+    patch.setattr(
+        vision.ImageEncoder, "embeddings_of", lambda s, image: usual(s, image)[::-1]
+    )
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [_no_shift, _another_rows_shift, _no_axes, _reversed_features],
+    indirect=True,
+)
+def test_a_planted_fault_changes_tokens(
+    folders: Callable[[str], Any], planted: None
+) -> None:
+    """The comparison above is blind to positions or to features."""
+    folder, model = folders("qwen2_5_vl")
+    decoder = decoder_of(folder, batch_size=3, num_draft_tokens=0)
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
+    expected = [by_mlx_vlm(decoder, folder, model, p)[1] for p in PROMPTS]
+    assert [r.token_ids for r in results] != expected
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
+def test_text_is_decoded_as_without_images(
+    folders: Callable[[str], Any], family: str
+) -> None:
+    """Rows of text beside rows of images have other bits than alone."""
+    folder, _ = folders(family)
+    params = SamplingParams(max_tokens=MAX_TOKENS, logprobs=True)
+    texts = [said("hello you"), said("a longer text without any image")]
+    decoder = decoder_of(folder, batch_size=4, num_draft_tokens=0)
+    beside = decoder.generate([*texts, PROMPTS[0], PROMPTS[2]], params)[:2]
+    without = load(str(folder))
+    object.__setattr__(without, "folder", None)  # no tower
+    alone = SpecDecoder(without, config=EngineConfig(batch_size=4, num_draft_tokens=0))
+    for row, other in zip(beside, alone.generate(texts, params), strict=True):
+        assert row.token_ids == other.token_ids
+        assert row.logprobs is not None
+        assert other.logprobs is not None
+        assert [x.logprob for x in row.logprobs] == [x.logprob for x in other.logprobs]
+
+
+def test_prefixes_know_images_by_their_content(
+    folders: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another image's keys answer; or the tower runs again for a second question."""
+    folder, model = folders("mistral3")
+    encoded: list[str] = []
+    usual = vision.ImageEncoder.embeddings_of
+
+    def counted(self: Any, image: Image) -> mx.array:
+        encoded.append(image.digest)
+        return usual(self, image)
+
+    monkeypatch.setattr(vision.ImageEncoder, "embeddings_of", counted)
+    long = "a text that fills a block of the prefix cache " * 8
+    first = said(WIDE, long, "one")
+    second = said(WIDE, long, "two")
+    other = said(random_image(90, 40, seed=77), long, "one")
+    for _ in range(2):  # the second decoder reads what the first has stored
+        decoder = decoder_of(
+            folder, batch_size=1, num_draft_tokens=0, prefix_cache=tmp_path / "prefixes"
+        )
+        found = []
+        for prompt in (first, second, other):
+            encoded.clear()
+            (result,) = decoder.generate([prompt], SamplingParams(max_tokens=MAX_TOKENS))
+            found.append((result.prefix_tokens, len(encoded)))
+            assert result.token_ids == by_mlx_vlm(decoder, folder, model, prompt)[1]
+        assert found[1][0] > 200
+        assert found[1][1] == 0
+    assert found[0][1] == found[2][1] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (said("a [IMG] of mine", WIDE, "b"), "image markers for 1 images"),
+        (said("look", {"type": "video"}), "not supported"),  # type: ignore[arg-type]
+    ],
+)
+def test_refused(
+    folders: Callable[[str], Any], prompt: list[dict[str, Any]], message: str
+) -> None:
+    """A marker in a user's text takes the place of an image."""
+    decoder = decoder_of(folders("mistral3")[0], num_draft_tokens=0)
+    with pytest.raises(PromptError, match=message):
+        decoder.generate([prompt])
+
+
+def test_a_target_that_reads_text_only(tmp_path: Path) -> None:
+    """An image is dropped without a word."""
+    from tests.models.folders import write_folder
+
+    write_folder(tmp_path / "text")
+    decoder = decoder_of(tmp_path / "text", num_draft_tokens=0)
+    decoder.tokenizer.chat_template = "{% for m in messages %}x{% endfor %}"
+    with pytest.raises(PromptError, match="reads text only"):
+        decoder.generate([said("look", WIDE, "?")])
