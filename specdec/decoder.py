@@ -34,10 +34,10 @@ from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
 from .model_names import draft_for, target_name
-from .models.vision import no_images
 from .models import LoadedModel, adopt, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .models.tokenizer import set_chat_template
+from .models.vision import no_images
 from .outputs import GenerationResult, RunStats, StreamEvent
 from .parallel import Follower, Leader, Ranks
 from .prefix_cache.store import PrefixStore, open_store

@@ -44,18 +44,14 @@ def models_of(
 ) -> Models:
     """The target's runner, and the drafter."""
 
-    def runner(
-        model: LoadedModel, images: ImageEncoder | None = None
-    ) -> ModelRunner:
+    def runner(model: LoadedModel, images: ImageEncoder | None = None) -> ModelRunner:
         own = backend
         if model.ranks is not None:
             # It is unknown whether a compiled graph can replay NCCL's collectives.
             own = replace(backend, compile_after=None)
         return ModelRunner(model.model, model.name, config, own, store, images)
 
-    of_target = runner(
-        target, image_encoder(target.folder, target.config, target.name)
-    )
+    of_target = runner(target, image_encoder(target.folder, target.config, target.name))
     if drafter is None or not config.max_draft_tokens:
         return of_target, None
     context = DraftContext(

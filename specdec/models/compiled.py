@@ -82,12 +82,16 @@ class CompiledForwards:
         self._refused = False
 
     def __call__(
-        self, inputs: Sequence[mx.array], caches: Sequence[Any], *, padding: int = 0
+        self,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        *more: mx.array,
+        padding: int = 0,
     ) -> tuple[mx.array, mx.array | None] | None:
-        """Write tokens after every row of ``caches``.
+        """Write ``tokens`` of shape (B, S) after every row of ``caches``.
 
         Args:
-            inputs: tokens of shape (B, S), and further arguments of the model.
+            more: further arguments of the model.
             padding: how often a single token (S = 1) is computed again and taken back.
 
         Returns:
@@ -97,7 +101,7 @@ class CompiledForwards:
         Raises:
             CacheError: the tokens do not fit.
         """
-        return self.call(_FORWARD, inputs, caches, padding=padding)
+        return self.call(_FORWARD, (tokens, *more), caches, padding=padding)
 
     def call(
         self,

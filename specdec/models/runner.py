@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..backend import BackendDefaults
 from ..cache import (
@@ -35,9 +33,8 @@ from ..prefix_cache.store import PrefixStore
 from ..prompts.images import PlacedImage
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
-from .image_positions import RowPositions, positions_of, with_image_positions
+from .image_rows import RowImages, RowPositions, with_image_positions
 from .layer_skip import without_idle
-from .layers import path_to_trunk
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 from .vision import ImageEncoder
@@ -195,7 +192,7 @@ class ModelRunner:
             reuses: whether prefixes are stored and reused.
             single_stays: whether a token that was written alone is taken back only
                 from rows that have ended.
-            images: those in each prompt; none if empty.
+            images: those in each prompt; empty: there are none.
         """
         share_weights(self._twins)
         if self.compiled is not None:
@@ -209,9 +206,10 @@ class ModelRunner:
             single_stays=single_stays,
         )
         most = self._bound(max(max_length, self._padded(longest)))
-        rows = ModelRows(self, prompts, options, max_round, most, images)
+        seen = RowImages(self.images, self.positions, prompts, images)
+        rows = ModelRows(self, prompts, options, max_round, most, seen)
         if reuses and self.prefixes is not None:
-            known_as = self._known_as(self._seen(prompts, images), last)
+            known_as = self._known_as(seen.named(prompts, self.vocab_size), last)
             rows.session = self.prefixes.begin(known_as, max_write=options.max_write)
         return rows
 
@@ -227,26 +225,6 @@ class ModelRunner:
             [a * self.vocab_size + b for a, b in pairwise([*prompt, end])]
             for prompt, end in zip(prompts, ends, strict=True)
         ]
-
-    def _seen(
-        self,
-        prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[PlacedImage]],
-    ) -> Sequence[Sequence[int]]:
-        """The prompts, with a number of its own for each embedding of an image."""
-        if not any(images):
-            return prompts
-        assert self.images is not None
-        numbered = [list(prompt) for prompt in prompts]
-        for prompt, placed in zip(numbered, images, strict=True):
-            for each in placed:
-                content = f"{self.images.signature}:{each.image.digest}".encode()
-                digest = hashlib.sha256(content).digest()
-                # Beyond every token; the order within an image is in the number.
-                first = self.vocab_size + (int.from_bytes(digest[:16], "big") << 24)
-                for i, place in enumerate(p for p in each.places if p < len(prompt)):
-                    prompt[place] = first + i
-        return numbered
 
     def chunk(self, remaining: int) -> int:
         """The width of the next prefill chunk of a row with ``remaining`` tokens."""
@@ -277,23 +255,10 @@ class ModelRows:
         options: CacheOptions,
         max_round: int,
         max_length: int,
-        images: Sequence[Sequence[PlacedImage]] = (),
+        images: RowImages,
     ):
         self.runner = runner
         self._images = images
-        #: By how much each row's positions differ from its offset, once it is decoded.
-        self._shifts = [0] * len(prompts)
-        self._shift: mx.array | None = None
-        self._axes: dict[int, np.ndarray[Any, np.dtype[np.int32]]] = {}
-        if runner.positions is not None:
-            self._axes = {
-                i: positions_of(len(prompts[i]), placed)
-                for i, placed in enumerate(images)
-                if placed
-            }
-            for i, axes in self._axes.items():
-                self._shifts[i] = int(axes[0, -1]) - len(prompts[i])
-
         #: The most slots of a row, prefill's padding included.
         self.max_length = max_length
         options = replace(options, max_length=max_length)
@@ -369,22 +334,11 @@ class ModelRows:
                 [*prompt[first : first + n], *([0] * (width - n))]
                 for prompt, first, n in zip(self._prompts, done, valid, strict=True)
             ]
-            seen = [
-                (i, image)
-                for i, placed in enumerate(self._images)
-                for image in placed
-                if image.start < done[i] + valid[i] and image.stop > done[i]
-            ]
-            for _, image in seen:
-                self._encoder.embeddings_of(image.image)
+            for _ in self._images.encode(done, valid):
                 yield True  # the rows that decode wait for one image at most
             tokens = mx.array(chunk)
-            self._set_positions(done, width, seen)
-            if seen:
-                embedded = self._embed(tokens, done, valid, seen)
-                self._padded_forward(tokens, valid, input_embeddings=embedded)
-            else:
-                self._padded_forward(tokens, valid)
+            inputs = self._images.inputs(self.runner.model, tokens, done, valid)
+            self._padded_forward(tokens, valid, **inputs)
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
             self.evaluate()
@@ -398,38 +352,6 @@ class ModelRows:
         # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
         self._memo.clear()
-
-    @property
-    def _encoder(self) -> ImageEncoder:
-        assert self.runner.images is not None
-        return self.runner.images
-
-    def _embed(
-        self,
-        tokens: mx.array,
-        done: Sequence[int],
-        valid: Sequence[int],
-        seen: Sequence[tuple[int, PlacedImage]],
-    ) -> mx.array:
-        """The embeddings of a chunk, shape (B, S, D), with those of its images."""
-        path = path_to_trunk(self.runner.model, self.runner.name, "reading images")
-        trunk: Any = self.runner.model
-        for name in path:
-            trunk = trunk[name]
-        embedded: mx.array = trunk.embed_tokens(tokens)
-        for row, image in seen:
-            first, end = done[row], done[row] + valid[row]
-            inside = [
-                (i, place - first)
-                for i, place in enumerate(image.places)
-                if first <= place < end
-            ]
-            if not inside:  # only marks of rows and ends
-                continue
-            places, columns = zip(*inside, strict=True)
-            rows = self._encoder.embeddings_of(image.image)[mx.array(places)]
-            embedded[row, mx.array(columns)] = rows.astype(embedded.dtype)
-        return embedded
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings change size)."""
@@ -477,10 +399,9 @@ class ModelRows:
         """Write ``tokens`` of shape (B, S) after every row; return logits (B, S, V)."""
         rows, width = tokens.shape
         padding = int(self.runner.backend.pad_single_token and width == 1)
-        shift = self._shifting()
+        shift = self._images.shift
         if self.runner.compiled is not None:
-            inputs = (tokens, *shift)
-            done = self.runner.compiled(inputs, self._caches, padding=padding)
+            done = self.runner.compiled(tokens, self._caches, *shift, padding=padding)
             if done is not None:
                 logits, self.hidden = done
                 return logits
@@ -491,36 +412,6 @@ class ModelRows:
         if self.hidden is not None:
             self.hidden = self.hidden[:, :width]
         return logits[:, :width]
-
-    def _shifting(self) -> tuple[mx.array, ...]:
-        """The rows' shift, shape (B,), as an argument of a forward; or nothing."""
-        if not any(self._shifts):
-            return ()
-        if self._shift is None:
-            self._shift = mx.array(self._shifts, mx.int32)
-        return (self._shift,)
-
-    def _set_positions(
-        self, done: Sequence[int], width: int, seen: Sequence[tuple[int, PlacedImage]]
-    ) -> None:
-        """Say where a chunk's tokens stand, in rows that have images."""
-        positions = self.runner.positions
-        if positions is None or not self._axes:
-            return
-        rows = len(done)
-        shift = [0] * rows
-        for i, axes in self._axes.items():
-            shift[i] = int(axes[0, min(done[i], axes.shape[1] - 1)]) - done[i]
-        positions.shift = mx.array(shift, mx.int32)
-        if not seen:
-            return
-        whole = {row for row, _ in seen}
-        each = np.zeros((3, rows, width), np.int32)
-        for i in whole:
-            part = self._axes[i][:, done[i] : done[i] + width]
-            each[:, i, : part.shape[1]] = part
-        positions.axes = mx.array(each)
-        positions.whole = mx.array([i in whole for i in range(rows)])
 
     def _forward(self, tokens: mx.array, *more: Any, **inputs: mx.array) -> mx.array:
         logits: mx.array = self.runner.model(
@@ -596,32 +487,24 @@ class ModelRows:
         This waits for the device after each layer, so that only one layer is held
         twice, and the memory is free before other rows need it.
         """
-        self._move([self._shifts[i] for i in rows])
+        self._images.filter(rows)
         for cache in self._caches:
             cache.filter(rows)
             mx.eval(cache.state)
 
     def place(self, rows: Sequence[int], other: ModelRows) -> None:
         """Put the first rows of ``other``, which is not used again, into ``rows``."""
-        shifts = list(self._shifts)
-        for row, shift in zip(rows, other._shifts, strict=False):
-            shifts[row] = shift
-        self._move(shifts)
+        self._images.place(rows, other._images)
         place_caches(self._caches, rows, other._caches)
         self.runner.joined = weakref.ref(self)
 
-    def _move(self, shifts: list[int]) -> None:
-        """Let positions follow the rows."""
-        if shifts != self._shifts:
-            self._shifts, self._shift = shifts, None
-
     def reset(self, rows: Sequence[int]) -> None:
         """Empty the given rows."""
-        self._move([0 if i in rows else n for i, n in enumerate(self._shifts)])
+        self._images.reset(rows)
         for cache in self._caches:
             cache.reset(rows)
 
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which is not used afterwards."""
-        self._move([*self._shifts, *other._shifts])
+        self._images.extend(other._images)
         extend_caches(self._caches, other._caches)

@@ -21,13 +21,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..errors import ModelError, PromptError, UnsupportedModelError
 from ..prompts.images import Image
 from ..utils.extras import install
 from ..utils.printable import shorten
-from .image_positions import Sections
+from .image_rows import Sections
+from .layers import arrays_of
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ImageEncoder:
             tokens = mx.array([inputs.tokens])
             try:
                 embedded = tower.get_input_embeddings(tokens, **inputs.arrays)
-                rows = embedded.inputs_embeds[0]
+                rows: mx.array = embedded.inputs_embeds[0]
                 places = np.flatnonzero(np.array(inputs.tokens) == self.marker_token)
                 rows = rows[mx.array(places)]
                 mx.eval(rows)
@@ -272,22 +272,23 @@ def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.
     model_config = module.ModelConfig.from_dict(settings)
     parts = ["text", "vision", "perceiver", "projector"]
     model_config = utils.update_module_configs(model_config, module, settings, parts)
-    model = module.Model(model_config)
+    model: nn.Module = module.Model(model_config)
     dimension = model_config.text_config.hidden_size
-    weights: dict[str, mx.array] = {}
+    weights: dict[str, Any] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        weights |= mx.load(str(file))  # lazy: what is not used is not read
+        stored: Any = mx.load(str(file))  # lazy: what is not used is not read
+        weights |= stored
     weights = {k: v for k, v in weights.items() if not k.startswith(_TEXT_KEYS)}
     if not weights:
         raise UnsupportedModelError(
             f"{folder} has no weights of an image tower: take a conversion that has"
         )
-    weights = model.sanitize(weights)
+    weights = module.Model.sanitize(model, weights)
     if hasattr(module, "VisionModel"):
         vision = module.VisionModel(model_config.vision_config)
         if hasattr(vision, "sanitize"):
             weights = vision.sanitize(weights)
-    model.language_model = _NoText(dimension)
+    model.language_model = text = _NoText(dimension)
     weights = {k: v for k, v in weights.items() if not k.startswith(_TEXT_KEYS)}
     packed = config.get("quantization")
     if packed:
@@ -296,15 +297,15 @@ def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.
             group_size=packed["group_size"],
             bits=packed["bits"],
             mode=packed.get("mode", "affine"),
-            class_predicate=lambda path, _: f"{path}.scales" in weights
-            and (packed.get(path) or True),
+            class_predicate=lambda path, _: (
+                f"{path}.scales" in weights and (packed.get(path) or True)
+            ),
         )
     model.load_weights(list(weights.items()), strict=True)
     model.eval()
-    kinds = {a.dtype for _, a in tree_flatten(model.parameters())}
-    model.language_model.dtype = next(
-        (k for k in (mx.bfloat16, mx.float16) if k in kinds), mx.float32
-    )
+    kinds = {array.dtype for _, array in arrays_of(model)}
+    halves = [kind for kind in (mx.bfloat16, mx.float16) if kind in kinds]
+    text.kind = halves[0] if halves else mx.float32
     mx.eval(model.parameters())
     return model
 
@@ -313,25 +314,17 @@ class _NoText(nn.Module):
     """Stands for the text part of mlx-vlm's model: it embeds every token as zero."""
 
     def __init__(self, dimension: int):
-        super().__init__()
-        self._dimension = dimension
-        self._dtype = mx.float32
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The type of the embeddings."""
-        return self._dtype
-
-    @dtype.setter
-    def dtype(self, dtype: mx.Dtype) -> None:
-        self._dtype = dtype
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dimension = dimension
+        #: The type of the embeddings.
+        self.kind = mx.float32
 
     @property
     def model(self) -> _NoText:
         return self
 
     def embed_tokens(self, tokens: mx.array) -> mx.array:
-        return mx.zeros((*tokens.shape, self._dimension), self._dtype)
+        return mx.zeros((*tokens.shape, self.dimension), self.kind)
 
     def get_rope_index(self, *_: Any, **__: Any) -> tuple[None, None]:
         return None, None

@@ -14,8 +14,8 @@ from .encode import (
     encode,
     encode_all,
 )
-from .images import Image, PlacedImage
 from .files import PromptRecord, read_prompts, read_records, read_text
+from .images import Image, PlacedImage
 
 __all__ = [
     "MAX_PROMPT_BYTES",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict, Unpack
 
 from ..errors import PromptError
 from ..utils.printable import quoted, shorten
-from .images import MAX_IMAGES, Image, PlacedImage, image_in
+from .images import MAX_IMAGES, Image, PlacedImage, holds_image, image_in
 from .templates import render_chat
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -375,7 +375,8 @@ def check_messages(
     """Chat messages; each has one text as its content, or parts if it has images.
 
     Args:
-        pictures: gets the images, in order; ``None``: images are refused.
+        pictures: gets the images, in order; ``None``: images stay as they are, to be
+            decoded when the prompt is encoded.
     """
     limit.check_count(len(messages), "messages")  # each takes a token or more
     messages = [_with_text(message, pictures) for message in messages]
@@ -402,29 +403,31 @@ def check_messages(
 def _with_text(message: Any, pictures: list[Image] | None) -> Any:
     """The message, with content in parts (OpenAI's form) joined to one text.
 
-    Parts stay if an image is among them: ``{"type": "image"}`` then says where. Images
-    are appended to ``pictures``.
+    Parts stay if an image is among them: ``{"type": "image"}`` then says where, if
+    images are appended to ``pictures``.
     """
     parts = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(parts, list) or not parts:
         return message
-    content: list[dict[str, str]] = []
+    content: list[Mapping[str, Any]] = []
     for part in parts:
         is_part = isinstance(part, Mapping)
         if is_part and part.get("type") == "text" and isinstance(part.get("text"), str):
             content.append({"type": "text", "text": part["text"]})
             continue
-        image = image_in(part) if is_part and pictures is not None else None
-        if image is None or pictures is None:
+        if not is_part or not holds_image(part):
             raise PromptError(
                 'a part of a message is {"type": "text", "text": "..."} or an image, '
                 f"not {quoted(part)}"
             )
+        if pictures is None:
+            content.append(part)
+            continue
         if len(pictures) == MAX_IMAGES:
             raise PromptError(f"it has more than {MAX_IMAGES} images: leave some out")
-        pictures.append(image)
+        pictures.append(image_in(part))
         content.append({"type": "image"})
-    if any(part["type"] == "image" for part in content):
+    if any(part["type"] != "text" for part in content):
         return {**message, "content": content}
     return {**message, "content": "".join(part["text"] for part in content)}
 

@@ -83,26 +83,34 @@ class PlacedImage:
     grid: tuple[int, int] | None = None
 
 
-def image_in(part: Mapping[str, Any], *, local: bool = True) -> Image | None:
-    """The image of a part of a message; ``None`` if the part holds no image.
+def holds_image(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a message is an image.
+
+    Raises:
+        PromptError: it is of another kind of media, which the message names.
+    """
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in _OTHER_KINDS:
+        raise PromptError(f"{_OTHER_KINDS[kind]} are not supported: leave them out")
+    return kind in ("image", "image_url", "input_image")
+
+
+def image_in(part: Mapping[str, Any], *, local: bool = True) -> Image:
+    """The image of a part of a message for which :func:`holds_image` is true.
 
     Takes ``{"type": "image", "image": ...}`` with an :class:`Image`, a file's name,
-    bytes, a PIL image or an array of shape (H, W, 3); OpenAI's ``image_url`` and ``input_image``, and
-    Anthropic's ``image``, with base64 data.
+    bytes, a PIL image or an array of shape (H, W, 3); OpenAI's ``image_url`` and
+    ``input_image``, and Anthropic's ``image``, with base64 data.
 
     Args:
         local: whether names of files, objects of Python and bytes are taken. What
             comes over HTTP may hold none of them.
 
     Raises:
-        PromptError: the part names something that is not taken (an address, another
-            kind of media), or its image cannot be decoded within the bounds.
+        PromptError: the part names something that is not taken, such as an address, or
+            its image cannot be decoded within the bounds.
     """
     kind = part.get("type")
-    if kind in _OTHER_KINDS:
-        raise PromptError(f"{_OTHER_KINDS[kind]} are not supported: leave them out")
-    if kind not in ("image", "image_url", "input_image"):
-        return None
     if part.get("file_id") is not None:
         raise PromptError(f"an image's file_id is not supported: {_SEND}")
     source = part.get("image_url", part.get("source", part.get("image")))
@@ -153,9 +161,7 @@ def read_image(source: Any) -> Image:
     pil = _pillow()
     if isinstance(source, bytes | bytearray | memoryview):
         if len(source) > MAX_BYTES:
-            raise PromptError(
-                f"it has more than {MAX_BYTES} bytes: make it smaller"
-            )
+            raise PromptError(f"it has more than {MAX_BYTES} bytes: make it smaller")
         try:
             # Only the header is read.
             source = pil.Image.open(io.BytesIO(source), formats=FORMATS)
@@ -185,7 +191,8 @@ def read_image(source: Any) -> Image:
         raise PromptError(
             f"it is damaged ({type(error).__name__}: {shorten(error)})"
         ) from error
-    return Image(*upright.size, upright.tobytes())
+    width, height = upright.size
+    return Image(width, height, upright.tobytes())
 
 
 def _check_size(width: int, height: int) -> None:

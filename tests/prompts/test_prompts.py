@@ -361,9 +361,12 @@ def test_lines_of_a_batch_of_openai(write: Write) -> None:
     )
     assert record.fields == {"model": "m", "max_tokens": 5, "seed": 1}
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
-    row = {"messages": [{"role": "user", "content": image}]}
-    with pytest.raises(PromptFileError, match="images and sound are not supported"):
-        read_records(write(json.dumps(row), "images.jsonl"))
+    messages = [{"role": "user", "content": image}]
+    (record,) = read_records(write(json.dumps({"messages": messages}), "images.jsonl"))
+    assert record.prompt == messages
+    messages = [{"role": "user", "content": [{"type": "input_audio"}]}]
+    with pytest.raises(PromptFileError, match="sounds are not supported"):
+        read_records(write(json.dumps({"messages": messages}), "sounds.jsonl"))
 
 
 def test_where_prompts_stand_and_what_they_are_called(write: Write) -> None:

@@ -1,0 +1,325 @@
+"""Images of the rows of a batch: their embeddings, positions, and names in prefixes.
+
+In Qwen's models an image of h x w tokens takes max(h, w) positions: its tokens have
+three positions each, of time, height and width, and the text after it goes on from the
+largest one (Qwen2-VL, arXiv 2409.12191, section 2.1). So after a prompt a row needs one
+number, by which its positions differ from its offset (M-RoPE). Only chunks that hold an
+image need three positions for each token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..cuda.modules import as_kind
+from ..errors import UnsupportedModelError
+from ..prompts.images import PlacedImage
+from .layers import calling, layers_of, path_to_trunk, with_layers
+
+if TYPE_CHECKING:
+    from .vision import ImageEncoder
+
+#: How frequencies are shared out among the three axes: in one piece each, or in turns.
+Sections = Literal["chunked", "interleaved"]
+
+
+@dataclass
+class RowPositions:
+    """How positions in the next forward differ from the rows' offsets.
+
+    Args:
+        shift: what is added to each row's offset, shape (B,); ``None``: nothing.
+        axes: positions of each token, shape (3, B, S), for rows where ``whole`` is
+            true; ``None``: no row's.
+        whole: shape (B,).
+    """
+
+    shift: mx.array | None = None
+    axes: mx.array | None = None
+    whole: mx.array | None = None
+
+    def clear(self) -> None:
+        """Let the next forward use the offsets."""
+        self.shift = self.axes = self.whole = None
+
+
+class RowImages:
+    """The images of some rows of a model, which follow the rows.
+
+    Args:
+        encoder: embeds the images; ``None`` if there are none.
+        positions: what the model's rotary embeddings read; ``None``: images stand where
+            their tokens lie.
+        prompts: the rows' tokens.
+        images: those of each row; empty: there are none.
+    """
+
+    def __init__(
+        self,
+        encoder: ImageEncoder | None,
+        positions: RowPositions | None,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[PlacedImage]],
+    ):
+        self._encoder = encoder
+        self._positions = positions
+        self._images = images
+        #: Positions of the prompts that have images, by row.
+        self._axes: dict[int, np.ndarray[Any, np.dtype[np.int32]]] = {}
+        self._shifts = [0] * len(prompts)
+        self._shift: mx.array | None = None
+        if positions is not None:
+            for i, placed in enumerate(images):
+                if placed:
+                    self._axes[i] = positions_of(len(prompts[i]), placed)
+                    self._shifts[i] = int(self._axes[i][0, -1]) - len(prompts[i])
+
+    def named(
+        self, prompts: Sequence[Sequence[int]], vocab_size: int
+    ) -> Sequence[Sequence[int]]:
+        """The prompts, with a number for each embedding of an image.
+
+        The number says which image it is, by its content, and which of its embeddings.
+        No token has such a number.
+        """
+        if not any(self._images):
+            return prompts
+        assert self._encoder is not None
+        named = [list(prompt) for prompt in prompts]
+        for prompt, placed in zip(named, self._images, strict=True):
+            for image in placed:
+                content = f"{self._encoder.signature}:{image.image.digest}".encode()
+                digest = int.from_bytes(hashlib.sha256(content).digest()[:16], "big")
+                for i, place in enumerate(image.places):
+                    if place < len(prompt):
+                        prompt[place] = vocab_size + (digest << 24) + i
+        return named
+
+    def _within(
+        self, done: Sequence[int], valid: Sequence[int]
+    ) -> list[tuple[int, PlacedImage]]:
+        """The images of a chunk, each with its row."""
+        return [
+            (i, image)
+            for i, placed in enumerate(self._images)
+            for image in placed
+            if image.start < done[i] + valid[i] and image.stop > done[i]
+        ]
+
+    def encode(self, done: Sequence[int], valid: Sequence[int]) -> Iterator[None]:
+        """Embed the images of the next chunk, yielding after each one.
+
+        Args:
+            done, valid: tokens of each row before the chunk, and in it.
+        """
+        for _, image in self._within(done, valid):
+            assert self._encoder is not None
+            self._encoder.embeddings_of(image.image)
+            yield
+
+    def inputs(
+        self,
+        model: nn.Module,
+        tokens: mx.array,
+        done: Sequence[int],
+        valid: Sequence[int],
+    ) -> dict[str, mx.array]:
+        """What a forward of a chunk takes besides its tokens, of shape (B, S)."""
+        within = self._within(done, valid)
+        self._set_positions(done, tokens.shape[1], within)
+        if not within:
+            return {}
+        assert self._encoder is not None
+        trunk: Any = model
+        for name in path_to_trunk(model, "the target", "reading images"):
+            trunk = trunk[name]
+        embedded: mx.array = trunk.embed_tokens(tokens)
+        for row, image in within:
+            first, end = done[row], done[row] + valid[row]
+            inside = [
+                (i, place - first)
+                for i, place in enumerate(image.places)
+                if first <= place < end
+            ]
+            if inside:  # not only marks of rows and ends
+                places, columns = zip(*inside, strict=True)
+                rows = self._encoder.embeddings_of(image.image)[mx.array(places)]
+                embedded[row, mx.array(columns)] = rows.astype(embedded.dtype)
+        return {"input_embeddings": embedded}
+
+    def _set_positions(
+        self,
+        done: Sequence[int],
+        width: int,
+        within: Sequence[tuple[int, PlacedImage]],
+    ) -> None:
+        if self._positions is None or not self._axes:
+            return
+        shift = [0] * len(done)
+        for i, axes in self._axes.items():
+            shift[i] = int(axes[0, min(done[i], axes.shape[1] - 1)]) - done[i]
+        self._positions.shift = mx.array(shift, mx.int32)
+        if not within:
+            return
+        whole = {row for row, _ in within}
+        each = np.zeros((3, len(done), width), np.int32)
+        for i in whole:
+            part = self._axes[i][:, done[i] : done[i] + width]
+            each[:, i, : part.shape[1]] = part
+        self._positions.axes = mx.array(each)
+        self._positions.whole = mx.array([i in whole for i in range(len(done))])
+
+    @property
+    def shift(self) -> tuple[mx.array, ...]:
+        """By how much positions differ from offsets once rows are decoded.
+
+        One array of shape (B,), as a further argument of a forward; or nothing.
+        """
+        if not any(self._shifts):
+            return ()
+        if self._shift is None:
+            self._shift = mx.array(self._shifts, mx.int32)
+        return (self._shift,)
+
+    def _move(self, shifts: list[int]) -> None:
+        if shifts != self._shifts:
+            self._shifts, self._shift = shifts, None
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep only the given rows, in that order."""
+        self._move([self._shifts[i] for i in rows])
+
+    def place(self, rows: Sequence[int], other: RowImages) -> None:
+        """Put the first rows of ``other`` into ``rows``."""
+        shifts = list(self._shifts)
+        for row, shift in zip(rows, other._shifts, strict=False):
+            shifts[row] = shift
+        self._move(shifts)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Empty the given rows."""
+        self._move([0 if i in rows else n for i, n in enumerate(self._shifts)])
+
+    def extend(self, other: RowImages) -> None:
+        """Append the rows of ``other``."""
+        self._move([*self._shifts, *other._shifts])
+
+
+def positions_of(
+    length: int, images: Sequence[PlacedImage]
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The positions of a prompt's tokens and of the token after it, (3, length + 1).
+
+    Args:
+        length: tokens of the prompt; images may lie beyond it in part.
+    """
+    axes = np.zeros((3, length + 1), np.int32)
+    at = following = 0
+    for image in images:
+        assert image.grid is not None
+        height, width = image.grid
+        first = image.places[0]
+        text = np.arange(following, following + first - at)
+        cells = np.arange(height * width)
+        inside = np.stack([0 * cells, cells // width, cells % width]) + text.size
+        inside += following
+        for start, block in (
+            (at, np.broadcast_to(text, (3, text.size))),
+            (first, inside),
+        ):
+            end = min(start + block.shape[1], length + 1)
+            if end > start:
+                axes[:, start:end] = block[:, : end - start]
+        at, following = first + cells.size, following + text.size + max(height, width)
+    if at <= length:
+        axes[:, at:] = np.arange(following, following + length + 1 - at)
+    return axes
+
+
+def with_image_positions(
+    model: nn.Module, config: Mapping[str, Any], sections: Sections, name: str
+) -> tuple[nn.Module, RowPositions]:
+    """A twin of a model that shares its weights, and the positions that it reads.
+
+    The twin takes the rows' shift as a second argument, which compiled forwards pass.
+
+    Raises:
+        UnsupportedModelError: the rotary embedding is of another kind.
+    """
+    text = config.get("text_config") or config
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    section = scaling.get("mrope_section")
+    positions = RowPositions()
+    layers = layers_of(model)
+    for i, layer in enumerate(layers):
+        attention = layer.get("self_attn")
+        if attention is None:  # a recurrent layer
+            continue
+        rope = attention.get("rope")
+        if type(rope) is not nn.RoPE or rope.scale != 1 or rope.traditional:
+            raise UnsupportedModelError(f"{name}: its positions do not fit images")
+        if not isinstance(section, list) or sum(section) != rope.dims // 2:
+            raise UnsupportedModelError(
+                f"{name}: mrope_section is {section}, and {rope.dims // 2} frequencies "
+                "are to be shared out: leave images out"
+            )
+        layers[i] = layer = as_kind(layer, type(layer))
+        layer["self_attn"] = attention = as_kind(attention, type(attention))
+        attention["rope"] = _RowRoPE(rope, positions, _axis_of(section, sections))
+
+    def shifted(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 2 and isinstance(args[1], mx.array):
+            positions.shift, args = args[1], args[:1]
+        try:
+            return usual(*args, **kwargs)
+        finally:
+            positions.clear()
+
+    return calling(with_layers(model, layers), shifted), positions
+
+
+def _axis_of(section: Sequence[int], sections: Sections) -> list[int]:
+    """For each frequency, whether it turns by time (0), height (1) or width (2)."""
+    count = sum(section)
+    if sections == "chunked":
+        return [axis for axis, size in enumerate(section) for _ in range(size)]
+    axes = [0] * count
+    for axis in (1, 2):
+        for i in range(axis, min(3 * section[axis], count), 3):
+            axes[i] = axis
+    return axes
+
+
+class _RowRoPE(nn.Module):
+    """A rotary embedding whose positions may differ from the cache's offset."""
+
+    def __init__(self, rope: nn.RoPE, positions: RowPositions, axis_of: list[int]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rope = rope
+        vars(self)["positions"] = positions
+        vars(self)["axis_of"] = axis_of
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        positions: RowPositions = vars(self)["positions"]
+        if positions.shift is not None:
+            offset = offset + positions.shift
+        usual: mx.array = self.rope(x, offset=offset)
+        if positions.axes is None or positions.whole is None:
+            return usual
+        dims: Any = self.rope.dims
+        base: Any = self.rope.base
+        speed = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / -dims)
+        at = positions.axes[mx.array(vars(self)["axis_of"])]  # (dims / 2, B, S)
+        angle = at.transpose(1, 2, 0).astype(mx.float32)[:, None] * speed
+        cos, sin = mx.cos(angle), mx.sin(angle)
+        a, b, rest = mx.split(x, [dims // 2, dims], axis=-1)
+        turned = [a * cos - b * sin, b * cos + a * sin, rest]
+        each = mx.concatenate([part.astype(x.dtype) for part in turned], axis=-1)
+        return mx.where(positions.whole[:, None, None, None], each, usual)
