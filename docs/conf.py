@@ -43,6 +43,7 @@ NAVIGATION = {
         "/docs/python",
         "/docs/models",
         "/docs/gguf",
+        "/docs/images",
         "/docs/lora",
         "/docs/tuning",
         "/docs/sampling",

@@ -187,7 +187,7 @@ class SpecDecoder:
         self.prompt_limit = PromptLimit(
             self.tokenizer,
             self.bounds.context_length,
-            self._target.images or no_images(target.name, target.config),
+            self._target.images or no_images(target),
         )
         self._rehearsal = Rehearsal(self._backend, alone=target.ranks is None)
         # All calls share it: what one call learns about the draft serves the next.

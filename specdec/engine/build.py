@@ -51,7 +51,7 @@ def models_of(
             own = replace(backend, compile_after=None)
         return ModelRunner(model.model, model.name, config, own, store, images)
 
-    of_target = runner(target, image_encoder(target.folder, target.config, target.name))
+    of_target = runner(target, image_encoder(target))
     if drafter is None or not config.max_draft_tokens:
         return of_target, None
     context = DraftContext(

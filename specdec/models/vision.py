@@ -28,6 +28,7 @@ from ..utils.extras import install
 from ..utils.printable import shorten
 from .image_rows import Sections
 from .layers import arrays_of
+from .loaded import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -244,24 +245,25 @@ class ImageEncoder:
         return self._tower
 
 
-def image_encoder(
-    folder: Path | None, config: Mapping[str, Any], name: str
-) -> ImageEncoder | None:
-    """The encoder of a target's images; ``None`` for a target that reads text only."""
-    if folder is None or config.get("model_type") not in _FAMILIES:
+def image_encoder(target: LoadedModel) -> ImageEncoder | None:
+    """The encoder of a target's images; ``None``: it takes none."""
+    config, known = target.config, target.config.get("model_type") in _FAMILIES
+    if target.folder is None or not known or target.ranks is not None:
         return None
     if not isinstance(config.get("vision_config"), Mapping):
         return None
-    return ImageEncoder(folder, config, name)
+    return ImageEncoder(target.folder, config, target.name)
 
 
-def no_images(name: str, config: Mapping[str, Any]) -> str:
+def no_images(target: LoadedModel) -> str:
     """Why a target takes no images, as one line."""
-    kind = config.get("model_type")
+    kind = target.config.get("model_type")
     reason = "reads text only"
-    if config.get("vision_config"):
+    if target.ranks is not None:
+        reason = "takes no images with tensor parallelism"
+    elif target.config.get("vision_config"):
         reason = f"is of type {kind}, whose images are not supported"
-    return f"{name} {reason}: leave images out"
+    return f"{target.name} {reason}: leave images out"
 
 
 def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.Module:

@@ -70,7 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 
 def by_mlx_vlm(
-    decoder: SpecDecoder, folder: Path, model: Any, prompt: list[dict[str, Any]]
+    decoder: SpecDecoder, model: Any, prompt: list[dict[str, Any]]
 ) -> tuple[list[int], list[int]]:
     """The prompt's tokens, and the tokens that mlx-vlm alone gives."""
     pictures = [
@@ -79,7 +79,7 @@ def by_mlx_vlm(
         for part in message["content"]
         if isinstance(part, dict) and "image" in part
     ]
-    encoder = vision.image_encoder(folder, decoder.target.config, "reference")
+    encoder = vision.image_encoder(decoder.target)
     assert encoder is not None
     text = decoder._encode(prompt).text
     if not pictures:
@@ -156,7 +156,7 @@ def test_every_token_is_mlx_vlms(
     )  # fmt: skip
     results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
     for prompt, result in zip(PROMPTS, results, strict=True):
-        ids, expected = by_mlx_vlm(decoder, folder, model, prompt)
+        ids, expected = by_mlx_vlm(decoder, model, prompt)
         assert list(decoder._encode(prompt).token_ids) == ids
         assert result.token_ids == expected
 
@@ -210,7 +210,7 @@ def test_a_planted_fault_changes_tokens(
     folder, model = folders("qwen2_5_vl")
     decoder = decoder_of(folder, batch_size=3, num_draft_tokens=0)
     results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
-    expected = [by_mlx_vlm(decoder, folder, model, p)[1] for p in PROMPTS]
+    expected = [by_mlx_vlm(decoder, model, p)[1] for p in PROMPTS]
     assert [r.token_ids for r in results] != expected
 
 
@@ -265,7 +265,7 @@ def test_prefixes_know_images_by_their_content(
                 [prompt], SamplingParams(max_tokens=MAX_TOKENS)
             )
             found.append((result.prefix_tokens, len(encoded)))
-            assert result.token_ids == by_mlx_vlm(decoder, folder, model, prompt)[1]
+            assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
         assert found[1][0] > 200
         assert found[1][1] == 0
     assert found[0][1] == found[2][1] == 0
