@@ -6,26 +6,24 @@ arrives, a cancel). Rank 0 decides these and sends them to the others, from host
 host: a collective would wait for the round that the device is computing. The other
 ranks send back the tokens that they commit, and rank 0 compares them with its own.
 
-A rank that ends closes its connection. The others notice at once, even while their main
-thread waits inside a collective.
+Ranks that rank 0's command starts inherit a connection. Others meet at a port and prove
+that they know the launcher's secret. MLX joins them only then: its ring asks nobody who
+he is. A rank that ends closes its connection. The others notice at once, even while
+their main thread waits inside a collective.
 """
 
 from __future__ import annotations
 
 import atexit
-import hmac
-import ipaddress
 import json
 import os
-import pickle
-import secrets
 import socket
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,7 +31,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import backend
 from .errors import RankError, SpecdecError, reason_of
+from .utils.links import MEETING, Link, accept_ranks, reach_rank_0, supervised
 from .utils.printable import shorten
+from .utils.wire import decode, encode
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -43,19 +43,27 @@ Facts = Any
 #: Says how rank 0's facts and another rank's differ.
 Explain = Callable[[Facts, Facts], str]
 
-# Variables that mlx.launch sets, or Open MPI with --backend mpi.
+#: Names the inherited connection to rank 0, by its file descriptor.
+LINK = "SPECDEC_RANKS_LINK"
+#: The secret of ranks that meet at a port.
+SECRET = "SPECDEC_RANKS_SECRET"
+# Names rank 0's address, where no launcher does.
+_HOST = "SPECDEC_RANKS_HOST"
+_LEAST_SECRET = 16
+_NO_SECRET = (
+    f"ranks that mlx.launch starts need a secret of {_LEAST_SECRET} characters or more "
+    f"in common: export {SECRET}=$(openssl rand -hex 32); for other machines add "
+    f"--env {SECRET}=${SECRET}"
+)
+# Variables that mlx.launch sets, or Open MPI with --backend mpi: the rank, the number
+# of ranks (Open MPI: also on this host), and files with a list of all ranks.
 _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
-# Open MPI's variables for the number of ranks: in all, and on this host.
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-# Seconds that ranks have to connect to rank 0, once it listens.
-_MEETING = 60.0
-# Seconds that a new connection has to send its greeting.
-_GREETING = 5.0
+_SIZE = ("MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
+_SIZE_HERE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+_LISTS = ("MLX_HOSTFILE", "MLX_IBV_DEVICES")
 # Seconds that the stepping thread has to notice that the run is over.
 PATIENCE = 2.0
-# Bytes of the note that says where rank 0 listens.
-_NOTE = 512
-_END, _ABORT, _LOST = ("end",), ("abort",), ("lost",)
+_END, _ABORT, _LOST = ["end"], ["abort"], ["lost"]
 #: Versions that have to be the same on all ranks.
 _VERSIONS = ("specdec", "mlx", "mlx_lm")
 
@@ -77,41 +85,60 @@ class Ranks(ABC):
             the same memory share it equally. ``None``: not known.
     """
 
-    def __init__(self, group: mx.distributed.Group):
-        self.group = group
-        self.rank, self.size = group.rank(), group.size()
+    group: mx.distributed.Group
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
         self.memory_size: int | None = None
 
     @staticmethod
-    def join() -> Ranks | None:
+    def join(started: Mapping[int, socket.socket] | None = None) -> Ranks | None:
         """Connect to the other processes that a launcher has started.
+
+        Args:
+            started: connections to ranks that this process, rank 0, has started.
 
         Returns:
             ``None`` if there are no others.
 
         Raises:
-            RankError: the others cannot be reached, or have other versions.
+            RankError: the others cannot be reached or have other versions, or the
+                environment has no secret in common.
         """
-        if launched_rank() is None:
+        rank = launched_rank()
+        size = 1 if rank is None else _launched_size()
+        if rank is None or size == 1:
             return None
+        try:
+            links = _links(rank, size, started)
+            if rank == 0:
+                return Leader(links)
+            return Follower(rank, size, links[0])
+        except (OSError, EOFError, ValueError) as error:
+            raise RankError(
+                f"rank {rank} of {size} does not find the others "
+                f"({shorten(error) or 'one has ended'}): start all ranks again, on "
+                "machines that can connect to each other"
+            ) from error
+
+    def _join_devices(self, links: Iterable[Link], message: str = "") -> None:
+        """Let MLX join the ranks, which know each other now."""
         import mlx.core as mx
 
         try:
-            group = mx.distributed.init(strict=True)
+            with supervised(links, message):
+                self.group = mx.distributed.init(strict=True)
         except RuntimeError as error:
             raise RankError(
-                f"the ranks do not find each other ({shorten(error)}): start them "
-                "with mlx.launch"
+                f"MLX cannot join the ranks ({shorten(error)}): start them with "
+                "mlx.launch"
             ) from error
-        if group.size() == 1:
-            return None
-        try:
-            return Leader(group) if group.rank() == 0 else Follower(group)
-        except (OSError, ValueError) as error:
+        found = self.group.rank(), self.group.size()
+        if found != (self.rank, self.size):
             raise RankError(
-                f"rank {group.rank()} does not reach rank 0 ({shorten(error)}): let "
-                "the machines connect to each other"
-            ) from error
+                f"MLX has rank {found[0]} of {found[1]} where the launcher says "
+                f"{self.rank} of {self.size}: start all ranks again"
+            )
 
     @property
     def leads(self) -> bool:
@@ -155,9 +182,8 @@ def differing(mine: Mapping[str, Facts], theirs: Mapping[str, Facts]) -> str:
 class _Peer:
     """Rank 0's connection to another rank, and the facts to compare."""
 
-    def __init__(self, rank: int, connection: socket.socket, reader: Any):
-        self.rank = rank
-        self.connection, self.reader = connection, reader
+    def __init__(self, rank: int, link: Link):
+        self.rank, self.link = rank, link
         self.mine: deque[tuple[Facts, Explain]] = deque()
         self.theirs: deque[Facts] = deque()
         self.thread: threading.Thread | None = None
@@ -176,8 +202,8 @@ class Leader(Ranks):
         broken: a step did not end on this rank, so the others may wait in it for ever.
     """
 
-    def __init__(self, group: mx.distributed.Group):
-        super().__init__(group)
+    def __init__(self, links: Mapping[int, Link]):
+        super().__init__(0, len(links) + 1)
         self.turn = threading.RLock()
         self.failure: RankError | None = None
         self.last_words: Callable[[RankError], None] = _say
@@ -186,80 +212,82 @@ class Leader(Ranks):
         self._heard = threading.Event()
         self._closing = False
         self._released = False  # the others may end
-        self._peers = self._meet()
+        self._peers = [_Peer(rank, links[rank]) for rank in sorted(links)]
+        self.memory_size = self._meet()
+        self._send(["memory", self.memory_size])
+        self._join_devices(
+            links.values(),
+            "specdec: error: the ranks did not come together: start all of them again",
+        )
         for peer in self._peers:
+            peer.link.receive(MEETING)  # it has joined
             peer.thread = threading.Thread(
                 target=self._listen, args=(peer,), name="specdec rank", daemon=True
             )
             peer.thread.start()
         atexit.register(self.close)
 
-    def _meet(self) -> list[_Peer]:
-        host, key = _address(), secrets.token_hex(16)
-        with socket.create_server((host, 0)) as server:
-            server.settimeout(_MEETING)
-            where = json.dumps([host, server.getsockname()[1], key]).encode()
-            _shared(self.group, where)
-            own = _facts()
-            peers: list[_Peer] = []
-            sizes, hosts = [own.pop("memory_size")], [""]
-            while len(peers) < self.size - 1:
-                connection, _ = server.accept()
-                reader = connection.makefile("rb")
-                hello = _greeting(connection, reader, key)
-                if hello is None:
-                    connection.close()
-                    continue
-                rank, size = hello.pop("rank"), hello.pop("memory_size")
-                if hello != own:
-                    raise RankError(
-                        f"rank {rank} has other versions ({_named(hello)}) than rank 0 "
-                        f"({_named(own)}): install the same"
-                    )
-                sizes.append(size)
-                hosts.append(_host(connection))
-                peers.append(_Peer(rank, connection, reader))
-        self.memory_size = None
-        if None not in sizes:
-            sharing = Counter(hosts)
-            if backend.defaults().name == "cuda":  # NCCL needs one GPU per rank
-                sharing = Counter(set(hosts))
-            shares = (n // sharing[h] for n, h in zip(sizes, hosts, strict=True))
-            self.memory_size = min(shares)
-        for peer in peers:
-            _tune(peer.connection)
-        peers.sort(key=lambda peer: peer.rank)
-        self._send(peers, ("memory", self.memory_size))
-        return peers
+    def _meet(self) -> int | None:
+        """Compare versions; return the memory that each rank may use."""
+        deadline = time.monotonic() + MEETING
+        own = _facts()
+        sizes, hosts = [own.pop("memory_size")], [""]
+        for peer in self._peers:
+            try:
+                seconds = max(1.0, deadline - time.monotonic())
+                theirs = decode(peer.link.receive(seconds))
+            except EOFError as error:
+                raise RankError(
+                    f"rank {peer.rank} of {self.size} has ended before it had begun"
+                ) from error
+            sizes.append(theirs.pop("memory_size"))
+            hosts.append(peer.link.other_host)
+            if theirs != own:
+                raise RankError(
+                    f"rank {peer.rank} has other versions ({_named(theirs)}) than rank "
+                    f"0 ({_named(own)}): install the same"
+                )
+        if None in sizes:
+            return None
+        sharing = Counter(hosts)
+        if backend.defaults().name == "cuda":  # NCCL needs one GPU per rank
+            sharing = Counter(set(hosts))
+        shares = (int(n) // sharing[h] for n, h in zip(sizes, hosts, strict=True))
+        return min(shares)
 
     def release(self) -> None:
         with self.turn:
             self._released = True
-            self._send(self._peers, ("release",))
+            self._send(["release"])
 
-    def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message to the other ranks, which receive them in order."""
+    def send(self, *message: Any) -> None:
+        """Send a message to the other ranks, which receive them in order.
+
+        Raises:
+            ConfigError: it has an object that cannot be sent; nothing was.
+            RankError: a rank has ended.
+        """
         with self.turn:
             with self._changed:
                 self._released = False
                 for peer in self._peers:
                     if peer.gone:
                         self._fail(f"rank {peer.rank} of {self.size} has ended")
-            self._send(self._peers, message)
+            self._send(message)
 
-    @staticmethod
-    def _send(peers: Sequence[_Peer], message: tuple[Any, ...]) -> None:
-        data = pickle.dumps(message)
-        for peer in peers:
+    def _send(self, message: Sequence[Any]) -> None:
+        data = encode(message)
+        for peer in self._peers:
             with suppress(OSError):  # _listen notices that the rank has ended
-                peer.connection.sendall(data)
+                peer.link.send(data)
 
     def decide(self, what: str, make: Callable[[], T]) -> T:
         decided = make()
-        self.send((what, decided))
+        self.send(what, decided)
         return decided
 
     def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
+        facts = decode(encode(facts))  # as they arrive from others
         with self._changed:
             for peer in self._peers:
                 peer.mine.append((facts, explain))
@@ -299,9 +327,9 @@ class Leader(Ranks):
 
     def _listen(self, peer: _Peer) -> None:
         """Receive a rank's messages until it ends."""
-        with suppress(OSError, EOFError, pickle.UnpicklingError):
+        with suppress(OSError, EOFError):
             while True:
-                kind, content = pickle.load(peer.reader)
+                kind, content = decode(peer.link.receive())
                 with self._changed:
                     if kind == "error":
                         self._fail(f"rank {peer.rank}: {content}")
@@ -336,15 +364,14 @@ class Leader(Ranks):
         if self.failure is not None:
             _leave(1)  # the device may wait for a rank that has ended
         if self.broken:
-            self._send(self._peers, _ABORT)
+            self._send(_ABORT)
         else:
             import mlx.core as mx
 
             mx.synchronize()
-            self._send(self._peers, _END)
+            self._send(_END)
         for peer in self._peers:
-            with suppress(OSError):
-                peer.connection.shutdown(socket.SHUT_WR)
+            peer.link.finish()
             if peer.thread is not None:
                 peer.thread.join(PATIENCE + 1)
         if self.broken:
@@ -354,30 +381,27 @@ class Leader(Ranks):
 class Follower(Ranks):
     """A rank other than 0."""
 
-    def __init__(self, group: mx.distributed.Group):
-        super().__init__(group)
-        self._inbox: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
-        host, port, key = json.loads(_shared(group, b""))
-        self._connection = socket.create_connection((host, port), _MEETING)
-        _tune(self._connection)
-        hello = _facts() | {"key": key, "rank": self.rank}
-        self._connection.sendall(json.dumps(hello).encode() + b"\n")
-        reader = self._connection.makefile("rb")
-        threading.Thread(
-            target=self._listen, args=(reader,), name="specdec rank", daemon=True
-        ).start()
-        atexit.register(self._close)
-        self.memory_size = self.decide("memory", lambda: None)
+    def __init__(self, rank: int, size: int, link: Link):
+        super().__init__(rank, size)
+        self._inbox: SimpleQueue[bytes] = SimpleQueue()
+        self._link = link
+        link.send(encode(_facts()))
+        self.memory_size = decode(link.receive(MEETING))[1]
+        self._join_devices([link])
+        link.send(encode(["joined"]))
+        threading.Thread(target=self._listen, name="specdec rank", daemon=True).start()
+        atexit.register(link.finish)
 
-    def receive(self) -> tuple[Any, ...]:
-        """The next message of rank 0; always ``("end",)`` once rank 0 has ended.
+    def receive(self) -> list[Any]:
+        """The next message of rank 0; always ``["end"]`` once rank 0 has ended.
 
         Raises:
             RankError: rank 0 has ended unexpectedly.
         """
-        message = self._inbox.get()
+        data = self._inbox.get()
+        message: list[Any] = decode(data)
         if message in (_END, _LOST):
-            self._inbox.put(message)
+            self._inbox.put(data)
         if message == _LOST:
             raise RankError("rank 0 has ended: start all ranks again")
         return message
@@ -392,7 +416,7 @@ class Follower(Ranks):
         return decided
 
     def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
-        self._reply(("facts", facts))
+        self._reply("facts", facts)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -401,109 +425,82 @@ class Follower(Ranks):
             yield
         except Exception as error:
             ours = isinstance(error, SpecdecError)
-            self._reply(("error", str(error) if ours else reason_of(error)))
+            self._reply("error", str(error) if ours else reason_of(error))
             raise
 
-    def _reply(self, message: tuple[str, Facts]) -> None:
+    def _reply(self, what: str, content: Facts) -> None:
         with suppress(OSError):  # the listener notices that rank 0 has ended
-            self._connection.sendall(pickle.dumps(message))
+            self._link.send(encode([what, content]))
 
-    def _listen(self, reader: Any) -> None:
-        message = None
-        with suppress(OSError, EOFError, pickle.UnpicklingError):
-            while message not in (_END, _ABORT):
-                message = pickle.load(reader)
-                if message != _ABORT:
-                    self._inbox.put(message)
-        if message == _ABORT:
+    def _listen(self) -> None:
+        end, abort = encode(_END), encode(_ABORT)
+        data = b""
+        with suppress(OSError, EOFError):
+            while data not in (end, abort):
+                data = self._link.receive()
+                if data != abort:
+                    self._inbox.put(data)
+        if data == abort:
             _leave(0)  # the main thread may wait in a collective
-        if message == _END:
+        if data == end:
             return
-        self._inbox.put(_LOST)
+        self._inbox.put(encode(_LOST))
         time.sleep(PATIENCE)
         _leave(1)
 
-    def _close(self) -> None:
-        """Tell rank 0 at the end of the process."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+
+def _links(
+    rank: int, size: int, started: Mapping[int, socket.socket] | None
+) -> dict[int, Link]:
+    """Rank 0's connections to all others, or another rank's to rank 0."""
+    if started is not None:
+        return {each: Link(started[each], leads=True) for each in started}
+    inherited = os.environ.pop(LINK, None)
+    if inherited is not None:
+        connection = socket.socket(fileno=int(inherited))
+        connection.set_inheritable(False)
+        return {0: Link(connection)}
+    secret = os.environ.get(SECRET, "").encode()
+    if len(secret) < _LEAST_SECRET:
+        raise RankError(_NO_SECRET)
+    if rank == 0:
+        return accept_ranks(_address(), secret, size)
+    return {0: reach_rank_0(_address(), secret, rank)}
 
 
-def _shared(group: mx.distributed.Group, note: bytes) -> bytes:
-    """Broadcast a short note: rank 0's, returned on every rank."""
-    import mlx.core as mx
-
-    assert len(note) <= _NOTE
-    own = mx.array([*note, *[0] * (_NOTE - len(note))], mx.int32)
-    summed: Any = mx.distributed.all_sum(own, group=group).tolist()
-    return bytes(summed).rstrip(b"\0")
-
-
-def _greeting(
-    connection: socket.socket, reader: Any, key: str
-) -> dict[str, Any] | None:
-    """Another rank's description of itself; ``None``: no valid greeting came."""
-    connection.settimeout(_GREETING)
-    try:
-        hello = json.loads(reader.readline(4096))
-        known = hmac.compare_digest(hello.pop("key"), key)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
-    found: dict[str, Any] = hello
-    return found if known else None
+def _launched_size() -> int:
+    """The number of ranks, as the launcher tells it."""
+    for name in _SIZE:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    for name in _LISTS:
+        if path := os.environ.get(name):
+            return max(1, len(_listed(path)))
+    raise RankError(
+        "the launcher does not say how many ranks there are: mlx.launch does"
+    )
 
 
-def _host(connection: socket.socket) -> str:
-    """The address of a rank's host; empty if it is rank 0's host."""
-    theirs: str = connection.getpeername()[0]
-    here = theirs == connection.getsockname()[0]
-    return "" if here or ipaddress.ip_address(theirs).is_loopback else theirs
-
-
-def _tune(connection: socket.socket) -> None:
-    """Send small messages at once, and detect a lost machine soon."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Seconds of silence (two names: Linux, macOS), seconds between probes, probes.
-    for name, number in (
-        ("TCP_KEEPIDLE", 2),
-        ("TCP_KEEPALIVE", 2),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-    ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
+def _listed(path: str) -> list[Any]:
+    """What a launcher's file has for each rank; nothing if there is only one."""
+    text = Path(path).read_text("utf-8").strip()
+    ranks: list[Any] = json.loads(text) if text else []
+    return ranks
 
 
 def _address() -> str:
     """Rank 0's address, as far as the launcher tells it."""
-    for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR"):
-        if found := os.environ.get(name):
-            return found.rpartition(":")[0] if found.count(":") == 1 else found
-    hosts = os.environ.get("MLX_HOSTFILE")
-    if hosts is None:  # Open MPI's launcher does not say it
-        of_all, here = map(os.environ.get, _MPI_SIZES)
-        return "127.0.0.1" if here is not None and here == of_all else _outward()
-    first: str = json.loads(Path(hosts).read_text("utf-8"))[0][0]
-    return first.rpartition(":")[0].strip("[]")
-
-
-def _outward() -> str:
-    """An address of this machine that others can reach.
-
-    If the host name stands for a loopback address, as on Debian, this is the address
-    from which the machine would send to others.
-    """
-    with suppress(OSError):
-        named = socket.gethostbyname(socket.gethostname())
-        if not ipaddress.ip_address(named).is_loopback:
-            return named
-    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
-        found: str = probe.getsockname()[0]
-        return found
-    return socket.gethostname()
+    for name in (_HOST, "NCCL_HOST_IP", "MLX_JACCL_COORDINATOR"):
+        if address := os.environ.get(name):
+            return address.rpartition(":")[0] if address.count(":") == 1 else address
+    if path := os.environ.get("MLX_HOSTFILE"):
+        first: str = _listed(path)[0][0]
+        return first.rpartition(":")[0].strip("[]")
+    if os.environ.get(_SIZE_HERE) == os.environ.get(_SIZE[1]):
+        return "127.0.0.1"
+    raise RankError(
+        f"the launcher does not say where rank 0 is: set {_HOST} to its address"
+    )
 
 
 def _facts() -> dict[str, Any]:

@@ -14,9 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ..model_names import short, target_name
-from ..parallel import Follower, Leader, Ranks, launched_rank
+from ..parallel import LINK, Follower, Leader, Ranks, launched_rank
 from ..utils.blas import free_cores, own_threads, use_threads
 from ..utils.child import module_process
 from ..utils.process import cuda_devices
 from . import options
-from .output import FAILURE, note, note_products, noted_if_slow, show_error
+from .output import FAILURE, note, note_products, noted_if_slow
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -131,13 +130,9 @@ def follow() -> NoReturn:
 
 def _join(wanted: int | None) -> Ranks | None:
     """Join the ranks of this run, and start them if needed; ``None``: no others."""
-    with ExitStack() as until_joined:
-        if launched_rank() is None:
-            if wanted in (None, 1):
-                return None
-            assert wanted is not None
-            _start(wanted, until_joined)
-        ranks = Ranks.join()
+    if launched_rank() is None:
+        return None if wanted in (None, 1) else _start(wanted)
+    ranks = Ranks.join()
     size = 1 if ranks is None else ranks.size
     if wanted not in (None, size):
         raise click.UsageError(
@@ -147,8 +142,8 @@ def _join(wanted: int | None) -> Ranks | None:
     return ranks
 
 
-def _start(size: int, until_joined: ExitStack) -> None:
-    """Start the other ranks on this machine, one per device."""
+def _start(size: int) -> Ranks | None:
+    """Start the other ranks on this machine, one per device, and join them."""
     from ..backend import defaults
 
     environment: dict[str, str] = {}
@@ -168,58 +163,39 @@ def _start(size: int, until_joined: ExitStack) -> None:
             f"--tensor-parallel is {size}, and this machine has {len(devices)} of "
             "MLX's devices: take fewer, or mlx.launch --hosts for several machines"
         )
-    if devices is None:
-        hosts = [[f"{_LOCAL}:{port}"] for port in _free_ports(size)]
-        number, path = tempfile.mkstemp(prefix="specdec-ranks-", suffix=".json")
-        with open(number, "w", encoding="utf-8") as file:
-            json.dump(hosts, file)
-        until_joined.callback(os.remove, path)
-        environment = {"MLX_HOSTFILE": path}
-    joined = threading.Event()
-    started: list[subprocess.Popen[bytes]] = []
-    threads = own_threads(size)
-    use_threads(free_cores(size))
-    until_joined.push(partial(_over, started, joined))
-    for rank in range(1, size):
-        program, own = module_process("specdec")
-        own |= {**environment, **threads, "MLX_RANK": str(rank)}
-        if devices is not None:
-            own["CUDA_VISIBLE_DEVICES"] = devices[rank]
-        process = subprocess.Popen(
-            program,
-            env=own,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C must reach only rank 0
-        )
-        started.append(process)
-        threading.Thread(
-            target=_watch, args=(rank, process, joined), daemon=True
-        ).start()
-    os.environ.update(environment, MLX_RANK="0")
-
-
-def _watch(
-    rank: int, process: subprocess.Popen[bytes], joined: threading.Event
-) -> None:
-    """End this process if another rank ends before all have connected."""
-    code = process.wait()
-    if not joined.is_set():
-        show_error(f"rank {rank} ended with code {code} before it had begun")
-        os._exit(FAILURE)
-
-
-def _over(
-    started: Sequence[subprocess.Popen[bytes]],
-    joined: threading.Event,
-    failed: type[BaseException] | None,
-    *_: object,
-) -> None:
-    """Stop watching ranks; if joining failed, end those that were started."""
-    joined.set()
-    for process in started if failed else ():
-        with suppress(OSError):
-            process.kill()
+    with ExitStack() as at_end, ExitStack() as if_failed:
+        if devices is None:
+            hosts = [[f"{_LOCAL}:{port}"] for port in _free_ports(size)]
+            number, path = tempfile.mkstemp(prefix="specdec-ranks-", suffix=".json")
+            at_end.callback(os.remove, path)
+            with open(number, "w", encoding="utf-8") as file:
+                json.dump(hosts, file)
+            environment = {"MLX_HOSTFILE": path}
+        threads = own_threads(size)
+        use_threads(free_cores(size))
+        links: dict[int, socket.socket] = {}
+        for rank in range(1, size):
+            links[rank], theirs = socket.socketpair()
+            if_failed.callback(links[rank].close)
+            program, own = module_process("specdec")
+            own |= {**environment, **threads, "MLX_RANK": str(rank)}
+            own[LINK] = str(theirs.fileno())
+            if devices is not None:
+                own["CUDA_VISIBLE_DEVICES"] = devices[rank]
+            with theirs:
+                process = subprocess.Popen(
+                    program,
+                    env=own,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # Ctrl-C must reach only rank 0
+                )
+            if_failed.callback(process.kill)
+        os.environ.update(environment, MLX_RANK="0")
+        ranks = Ranks.join(links)
+        if_failed.pop_all()
+    return ranks
 
 
 def _free_ports(count: int) -> list[int]:

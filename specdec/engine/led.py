@@ -8,7 +8,6 @@ compared before rank 0 reports a request that has ended.
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-from ..errors import ConfigError, SessionError, SpecdecError
+from ..errors import SessionError, SpecdecError
 from ..grammar import Grammar, GrammarState
 from ..outputs import StreamEvent
 from ..parallel import Follower, Leader, Ranks
@@ -25,6 +24,7 @@ from ..sampling_params import SamplingParams
 from ..spec_decode.draft_length import (
     BatchState,
     DraftLength,
+    Forwards,
     GoodputPolicy,
     RoundTiming,
 )
@@ -36,41 +36,59 @@ Committed = list[tuple[int, int, tuple[int, ...], str | None]]
 
 
 class LedLength:
-    """A draft-length policy that decides and learns on rank 0 only.
+    """Asks rank 0's draft-length policy; the other ranks have none.
 
     Args:
-        length: rank 0's policy. The other ranks have one too, to measure forwards.
+        max_draft_tokens: the largest k that the policy ever chooses.
+        measure: measures forwards on this rank; they have collectives.
+        policy: makes rank 0's policy, given what measures forwards on all ranks.
     """
 
-    def __init__(self, length: DraftLength, ranks: Ranks):
-        self._length, self._ranks = length, ranks
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """The largest k that the policy ever chooses."""
-        return self._length.max_draft_tokens
+    def __init__(
+        self,
+        ranks: Ranks,
+        max_draft_tokens: int,
+        measure: Callable[[int], Forwards],
+        policy: Callable[[Callable[[int], Forwards]], DraftLength],
+    ):
+        self.max_draft_tokens = max_draft_tokens
+        self._ranks, self._measure = ranks, measure
+        self._policy = policy(self._measure_on_all) if ranks.leads else None
 
     @property
     def reason(self) -> str | None:
         """Rank 0's reason, which alone observes rounds."""
-        return reason_of(self._length)
+        return None if self._policy is None else reason_of(self._policy)
 
     def prepare(self, num_rows: int) -> None:
-        """Measure on all ranks, since the timed forwards have collectives."""
-        self._length.prepare(num_rows)
+        """Measure on all ranks what rank 0's policy wants to know."""
+        if self._policy is not None:
+            self._policy.prepare(num_rows)
+            self._ranks.decide("measure", int)
+            return
+        while rows := self._ranks.decide("measure", int):
+            self._measure(rows)
+
+    def _measure_on_all(self, num_rows: int) -> Forwards:
+        return self._measure(self._ranks.decide("measure", lambda: num_rows))
 
     def may_pay(self, state: BatchState) -> bool:
         """Rank 0's answer."""
-        return self._ranks.decide("may_pay", partial(self._length.may_pay, state))
+        return self._ranks.decide("may_pay", lambda: self._lead.may_pay(state))
 
     def choose(self, state: BatchState) -> int:
         """Rank 0's choice."""
-        return self._ranks.decide("k", partial(self._length.choose, state))
+        return self._ranks.decide("k", lambda: self._lead.choose(state))
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round that was read, on rank 0."""
-        if self._ranks.leads:
-            self._length.observe(timing)
+        if self._policy is not None:
+            self._policy.observe(timing)
+
+    @property
+    def _lead(self) -> DraftLength:
+        assert self._policy is not None
+        return self._policy
 
 
 def reason_of(length: DraftLength) -> str | None:
@@ -133,7 +151,7 @@ class LeadingSession(Session):
             # The other ranks drop sessions that no longer exist here.
             alive = [each._number for each in LeadingSession._alive]
             LeadingSession._alive.add(self)
-            leader.send(("session", self._number, alive))
+            leader.send("session", self._number, alive)
 
     def _send(self, what: str, *content: object) -> None:
         if self._leader.broken:
@@ -142,7 +160,7 @@ class LeadingSession(Session):
                 "them again"
             )
         self._leader.raise_failure()
-        self._leader.send((what, self._number, *content))
+        self._leader.send(what, self._number, *content)
 
     def add_encoded(
         self,
@@ -154,13 +172,6 @@ class LeadingSession(Session):
         # The other ranks get only valid requests, with all defaults filled in.
         params = self._bounds.check(prompt, self._completed(params))
         grammar = grammar or self._bounds.grammar(params)
-        try:
-            pickle.dumps(params)
-        except Exception as error:
-            raise ConfigError(
-                "a sampler or logits processor cannot be sent to other ranks: make it "
-                "a function of a module"
-            ) from error
         with self._leader.turn:
             self._send("add", prompt, params)
             return super().add_encoded(prompt, params, grammar)
@@ -194,7 +205,7 @@ class LeadingSession(Session):
 
 def announce(leader: Leader, grammar: Grammar) -> None:
     """Let other ranks compile a grammar while rank 0 does."""
-    leader.send(("grammar", grammar))
+    leader.send("grammar", grammar)
 
 
 def follow(
@@ -213,18 +224,18 @@ def follow(
     with follower.reporting():
         while (message := follower.receive())[0] not in ("release", "end"):
             match message:
-                case ("session", number, alive):
+                case ["session", number, alive]:
                     sessions = {n: s for n, s in sessions.items() if n in alive}
                     sessions[number] = open_session(), _Commits()
-                case ("grammar", grammar):
+                case ["grammar", grammar]:
                     bounds.prepare(grammar)
-                case ("add", number, prompt, params):
+                case ["add", number, prompt, params]:
                     _same(partial(sessions[number][0].add_encoded, prompt, params))
-                case ("cancel", number, index):
+                case ["cancel", number, index]:
                     _same(partial(sessions[number][0].cancel, index))
-                case ("warm_up", number):
+                case ["warm_up", number]:
                     sessions[number][0].warm_up()
-                case ("step", number):
+                case ["step", number]:
                     session, commits = sessions[number]
                     added = commits.of(session.step())
                     follower.check(added, parted, wait=False)

@@ -30,7 +30,6 @@ from ..spec_decode.draft_length import (
     FixedLength,
     Forwards,
     GoodputPolicy,
-    RoundCosts,
 )
 from ..spec_decode.draft_length.store import CostStore, default_path
 from ..spec_decode.guard import as_drafter_error
@@ -323,27 +322,24 @@ def draft_length(
     kept = store or CostStore(default_path())
     key = cost_key(config, target, drafter, defaults)
     load = partial(kept.load, key, new_shape=defaults.new_shape_seconds)
-    save: Callable[[RoundCosts], None] | None = partial(kept.save, key)
     clock = time.perf_counter
     if ranks is not None:
-        load = partial(ranks.decide, "costs", load)
         clock = partial(ranks.decide, "clock", clock)
-        save = save if ranks.leads else None
-    policy = GoodputPolicy(
-        load(),
-        max_draft_tokens=k,
-        measure=partial(
-            measure_forwards,
-            target,
-            drafter,
-            max_draft_tokens=k,
-            clock=clock,
-        ),
-        # If time grows with tokens, the costs of one row give those of any number.
-        measured_rows=1 if defaults.costs_by_token else None,
-        save=save,
+    measure = partial(
+        measure_forwards, target, drafter, max_draft_tokens=k, clock=clock
     )
-    return policy if ranks is None else LedLength(policy, ranks)
+
+    def policy(measure: Callable[[int], Forwards]) -> DraftLength:
+        return GoodputPolicy(
+            load(),
+            max_draft_tokens=k,
+            measure=measure,
+            # If time grows with tokens, costs of one row give those of any number.
+            measured_rows=1 if defaults.costs_by_token else None,
+            save=partial(kept.save, key),
+        )
+
+    return policy(measure) if ranks is None else LedLength(ranks, k, measure, policy)
 
 
 def cost_key(

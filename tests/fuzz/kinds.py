@@ -6,11 +6,12 @@ from . import (
     heads,
     prefix_folders,
     prompt_files,
+    ranks_port,
     served,
 )
 from .case import KINDS
 
 __all__ = [
     "KINDS", "folders", "gguf_files", "heads", "prefix_folders", "prompt_files",
-    "served",
+    "ranks_port", "served",
 ]  # fmt: skip

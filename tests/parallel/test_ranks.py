@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from specdec.engine.led import follow, parted
 from specdec.engine.session import Bounds
 from specdec.errors import RankError
 from specdec.grammar import Grammar, GrammarCompiler
-from specdec.parallel import Ranks, _address, _greeting
+from specdec.parallel import SECRET, Ranks, _address, _facts, _launched_size
+from specdec.utils.links import accept_ranks, reach_rank_0
+from specdec.utils.wire import decode, encode
 from tests.byte_tokenizer import byte_tokenizer
 from tests.models.folders import write_folder
 
@@ -79,8 +83,16 @@ def free_ports(count: int) -> list[int]:
         return [stack.enter_context(each).getsockname()[1] for each in made]
 
 
+def hosts_of(count: int, folder: Path) -> dict[str, str]:
+    """The environment of ranks of MLX's ring on this host."""
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
+    return {"MLX_HOSTFILE": str(hosts)}
+
+
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    secret = secrets.token_hex()  # another port for each run
+    return {**os.environ, "PYTHONPATH": str(ROOT), SECRET: secret}
 
 
 def test_ranks_decode_what_one_device_does(folder: Path, tmp_path: Path) -> None:
@@ -91,10 +103,7 @@ def test_ranks_decode_what_one_device_does(folder: Path, tmp_path: Path) -> None
     where. A sum that is left out, a head that is counted twice, a decision that each
     rank makes by its own clock, or a seed that is drawn twice shows here.
     """
-    ports = free_ports(2)
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    own = environment() | {"MLX_HOSTFILE": str(hosts)}
+    own = environment() | hosts_of(2, tmp_path)
     ranks = [
         begin(["tests.parallel.program", str(folder)], own | {"MLX_RANK": str(rank)})
         for rank in range(2)
@@ -117,6 +126,16 @@ def test_ranks_decode_what_one_device_does(folder: Path, tmp_path: Path) -> None
     ]
     assert ranks[0].returncode == 1, also
     assert ranks[1].returncode == 1, "it has not heard of it"
+
+
+@contextmanager
+def killed(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kill a process that has not ended with the block."""
+    with process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -275,8 +294,8 @@ def test_grammars_are_compiled_beside_steps() -> None:
             grammar = Grammar.regex("(yes|no)")
             params = SamplingParams(grammar=grammar)
             self.messages: list[Any] = [
-                ("session", 0, []), ("grammar", grammar), ("step", 0),
-                ("add", 0, "", params), ("end",),
+                ["session", 0, []], ["grammar", grammar], ["step", 0],
+                ["add", 0, "", params], ["end"],
             ]  # fmt: skip
 
         def receive(self) -> Any:
@@ -295,23 +314,6 @@ def test_grammars_are_compiled_beside_steps() -> None:
     assert len(sent) == 1
     follow(Receives(), Rows, bounds)  # type: ignore[arg-type]
     assert said == ["step", "compiled"]
-
-
-def test_only_ranks_are_listened_to() -> None:
-    """Bytes of others are never unpickled, whatever they say."""
-    right = {"key": "k", "rank": 1, "mlx": "1"}
-    for said in (b"", b"\n", b"GET / HTTP/1.1\n", b"[1]\n", b'{"key": 3}\n', b"{}\n"):
-        assert greeted(said) is None
-    assert greeted(json.dumps({**right, "key": "l"}).encode() + b"\n") is None
-    assert greeted(json.dumps(right).encode() + b"\n") == {"rank": 1, "mlx": "1"}
-
-
-def greeted(said: bytes) -> dict[str, Any] | None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ours.makefile("rb") as reader:
-        theirs.sendall(said)
-        theirs.shutdown(socket.SHUT_WR)
-        return _greeting(ours, reader, "k")
 
 
 @pytest.mark.parametrize(
@@ -335,33 +337,83 @@ def test_what_a_launcher_cannot_start(
 
 
 def test_where_ranks_of_open_mpi_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian's name for a machine is an address of its loopback: nobody else's."""
+    """On one host at its loopback; on several, a guess is another machine's."""
     for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR", "MLX_HOSTFILE"):
         monkeypatch.delenv(name, raising=False)
-
-    class Probe:
-        def __init__(self, **_: object) -> None: ...
-
-        def __enter__(self) -> Probe:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def connect(self, address: object) -> None: ...
-
-        def getsockname(self) -> tuple[str, int]:
-            return "10.0.0.7", 1
-
-    named = "127.0.1.1"
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
-    monkeypatch.setattr(socket, "socket", Probe)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
-    assert _address() == "10.0.0.7"
-    named = "10.0.0.9"
-    assert _address() == "10.0.0.9"
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
-    assert _address() == "127.0.0.1"
+    assert (_address(), _launched_size()) == ("127.0.0.1", 4)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    with pytest.raises(RankError, match="set SPECDEC_RANKS_HOST"):
+        _address()
+    monkeypatch.setenv("SPECDEC_RANKS_HOST", "10.0.0.7")
+    assert _address() == "10.0.0.7"
+
+
+@pytest.mark.parametrize("secret", [None, "short"])
+def test_ranks_without_a_secret_are_refused(
+    secret: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever connects first would be a rank."""
+    monkeypatch.delenv(SECRET, raising=False)
+    if secret:
+        monkeypatch.setenv(SECRET, secret)
+    for name, value in hosts_of(2, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MLX_RANK", "0")
+    with pytest.raises(RankError, match=r"export SPECDEC_RANKS_SECRET=\$\(openssl"):
+        Ranks.join()
+
+
+JOIN = "from specdec import Ranks\nRanks.join()\nprint('joined')"
+
+
+@pytest.mark.parametrize("last", ["greeting", "facts", "versions"])
+def test_a_rank_that_ends_before_the_ring_is_joined(last: str, tmp_path: Path) -> None:
+    """MLX waits for it for ever, with Python's lock held."""
+    own = environment() | hosts_of(2, tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOIN],
+        env=own | {"MLX_RANK": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with killed(process):
+        link = reach_rank_0("127.0.0.1", own[SECRET].encode(), 1)
+        if last != "greeting":
+            other = {"mlx": "0"} if last == "versions" else {}
+            link.send(encode(_facts() | other))
+        if last == "facts":
+            assert decode(link.receive(60))[0] == "memory"
+            time.sleep(1)  # now it is in MLX's call
+        link.close()
+        output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output) == (1, "")
+    said = {
+        "greeting": "rank 1 of 2 has ended before it had begun",
+        "facts": "specdec: error: the ranks did not come together",
+        "versions": "rank 1 has other versions",
+    }
+    assert said[last] in errors
+
+
+def test_rank_0_that_ends_before_the_ring_is_joined(tmp_path: Path) -> None:
+    """The other ranks would look for it, or wait for it, for minutes."""
+    own = environment() | hosts_of(2, tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOIN],
+        env=own | {"MLX_RANK": "1"},
+        stdout=subprocess.PIPE,
+    )
+    with killed(process):
+        link = accept_ranks("127.0.0.1", own[SECRET].encode(), 2)[1]
+        assert "mlx" in decode(link.receive(60))
+        link.send(encode(["memory", 10**9]))
+        time.sleep(1)
+        link.close()
+        assert process.communicate(timeout=20)[0] == b""
+    assert process.returncode == 1
 
 
 def test_nobody_waits_for_a_rank_that_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +426,7 @@ def test_nobody_waits_for_a_rank_that_gives_up(monkeypatch: pytest.MonkeyPatch) 
             super().__init__(program, stdin=options["stdin"])
             started.append(self)
 
-    def never() -> None:
+    def never(_: object) -> None:
         raise RankError("they do not meet")
 
     # What is set below goes again.
