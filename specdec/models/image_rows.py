@@ -21,7 +21,7 @@ import numpy as np
 from ..cuda.modules import as_kind
 from ..errors import UnsupportedModelError
 from ..prompts.images import PlacedImage
-from .layers import calling, layers_of, path_to_trunk, with_layers
+from .layers import Called, calling, layers_of, path_to_trunk, with_layers
 
 if TYPE_CHECKING:
     from .vision import ImageEncoder
@@ -31,23 +31,27 @@ Sections = Literal["chunked", "interleaved"]
 
 
 @dataclass
-class RowPositions:
-    """How positions in the next forward differ from the rows' offsets.
+class RowInputs:
+    """What layers read in the next forward, besides the hidden states.
 
     Args:
         shift: what is added to each row's offset, shape (B,); ``None``: nothing.
         axes: positions of each token, shape (3, B, S), for rows where ``whole`` is
             true; ``None``: no row's.
         whole: shape (B,).
+        added: for each of the first layers, what is added to its output, shape
+            (B, S, D); empty: nothing.
     """
 
     shift: mx.array | None = None
     axes: mx.array | None = None
     whole: mx.array | None = None
+    added: Sequence[mx.array] = ()
 
     def clear(self) -> None:
         """Let the next forward use the offsets."""
         self.shift = self.axes = self.whole = None
+        self.added = ()
 
 
 class RowImages:
@@ -55,8 +59,8 @@ class RowImages:
 
     Args:
         encoder: embeds the images; ``None`` if there are none.
-        positions: what the model's rotary embeddings read; ``None``: images stand where
-            their tokens lie.
+        inputs: what the model's layers read; ``None``: images are embeddings only, and
+            stand where their tokens lie.
         prompts: the rows' tokens.
         images: those of each row; empty: there are none.
     """
@@ -64,18 +68,18 @@ class RowImages:
     def __init__(
         self,
         encoder: ImageEncoder | None,
-        positions: RowPositions | None,
+        inputs: RowInputs | None,
         prompts: Sequence[Sequence[int]],
         images: Sequence[Sequence[PlacedImage]],
     ):
         self._encoder = encoder
-        self._positions = positions
+        self._inputs = inputs
         self._images = images
         #: Positions of the prompts that have images, by row.
         self._axes: dict[int, np.ndarray[Any, np.dtype[np.int32]]] = {}
         self._shifts = [0] * len(prompts)
         self._shift: mx.array | None = None
-        if positions is not None:
+        if inputs is not None:
             for i, placed in enumerate(images):
                 if placed:
                     self._axes[i] = positions_of(len(prompts[i]), placed)
@@ -141,6 +145,8 @@ class RowImages:
         for name in path_to_trunk(model, "the target", "reading images"):
             trunk = trunk[name]
         embedded: mx.array = trunk.embed_tokens(tokens)
+        # The first is the input of the first layer, others are added to outputs.
+        each = [embedded]
         for row, image in within:
             first, end = done[row], done[row] + valid[row]
             inside = [
@@ -150,8 +156,13 @@ class RowImages:
             ]
             if inside:  # not only marks of rows and ends
                 places, columns = zip(*inside, strict=True)
-                rows = self._encoder.embeddings_of(image.image)[mx.array(places)]
-                embedded[row, mx.array(columns)] = rows.astype(embedded.dtype)
+                rows = self._encoder.embeddings_of(image.image)[:, mx.array(places)]
+                while len(each) < rows.shape[0]:
+                    each.append(mx.zeros_like(embedded))
+                for into, part in zip(each, rows, strict=True):
+                    into[row, mx.array(columns)] = part.astype(into.dtype)
+        if self._inputs is not None:
+            self._inputs.added = each[1:]
         return {"input_embeddings": embedded}
 
     def _set_positions(
@@ -160,12 +171,12 @@ class RowImages:
         width: int,
         within: Sequence[tuple[int, PlacedImage]],
     ) -> None:
-        if self._positions is None or not self._axes:
+        if self._inputs is None or not self._axes:
             return
         shift = [0] * len(done)
         for i, axes in self._axes.items():
             shift[i] = int(axes[0, min(done[i], axes.shape[1] - 1)]) - done[i]
-        self._positions.shift = mx.array(shift, mx.int32)
+        self._inputs.shift = mx.array(shift, mx.int32)
         if not within:
             return
         whole = {row for row, _ in within}
@@ -173,8 +184,8 @@ class RowImages:
         for i in whole:
             part = self._axes[i][:, done[i] : done[i] + width]
             each[:, i, : part.shape[1]] = part
-        self._positions.axes = mx.array(each)
-        self._positions.whole = mx.array([i in whole for i in range(len(done))])
+        self._inputs.axes = mx.array(each)
+        self._inputs.whole = mx.array([i in whole for i in range(len(done))])
 
     @property
     def shift(self) -> tuple[mx.array, ...]:
@@ -243,10 +254,10 @@ def positions_of(
     return axes
 
 
-def with_image_positions(
+def with_row_inputs(
     model: nn.Module, config: Mapping[str, Any], sections: Sections, name: str
-) -> tuple[nn.Module, RowPositions]:
-    """A twin of a model that shares its weights, and the positions that it reads.
+) -> tuple[nn.Module, RowInputs]:
+    """A twin of a model that shares its weights, and what its layers read.
 
     The twin takes the rows' shift as a second argument, which compiled forwards pass.
 
@@ -256,9 +267,14 @@ def with_image_positions(
     text = config.get("text_config") or config
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     section = scaling.get("mrope_section")
-    positions = RowPositions()
+    inputs = RowInputs()
     layers = layers_of(model)
+    deep = len(
+        (config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+    )
     for i, layer in enumerate(layers):
+        if i < deep:
+            layers[i] = layer = calling(layer, _adding(inputs, i))
         attention = layer.get("self_attn")
         if attention is None:  # a recurrent layer
             continue
@@ -270,19 +286,30 @@ def with_image_positions(
                 f"{name}: mrope_section is {section}, and {rope.dims // 2} frequencies "
                 "are to be shared out: leave images out"
             )
-        layers[i] = layer = as_kind(layer, type(layer))
+        if i >= deep:
+            layers[i] = layer = as_kind(layer, type(layer))
         layer["self_attn"] = attention = as_kind(attention, type(attention))
-        attention["rope"] = _RowRoPE(rope, positions, _axis_of(section, sections))
+        attention["rope"] = _RowRoPE(rope, inputs, _axis_of(section, sections))
 
     def shifted(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 2 and isinstance(args[1], mx.array):
-            positions.shift, args = args[1], args[:1]
+            inputs.shift, args = args[1], args[:1]
         try:
             return usual(*args, **kwargs)
         finally:
-            positions.clear()
+            inputs.clear()
 
-    return calling(with_layers(model, layers), shifted), positions
+    return calling(with_layers(model, layers), shifted), inputs
+
+
+def _adding(inputs: RowInputs, i: int) -> Called:
+    """A layer's call that adds to its output (DeepStack, arXiv 2406.04334)."""
+
+    def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = usual(*args, **kwargs)
+        return output + inputs.added[i] if inputs.added else output
+
+    return called
 
 
 def _axis_of(section: Sequence[int], sections: Sections) -> list[int]:
@@ -300,26 +327,26 @@ def _axis_of(section: Sequence[int], sections: Sections) -> list[int]:
 class _RowRoPE(nn.Module):
     """A rotary embedding whose positions may differ from the cache's offset."""
 
-    def __init__(self, rope: nn.RoPE, positions: RowPositions, axis_of: list[int]):
+    def __init__(self, rope: nn.RoPE, inputs: RowInputs, axis_of: list[int]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.rope = rope
-        vars(self)["positions"] = positions
+        vars(self)["inputs"] = inputs
         vars(self)["axis_of"] = axis_of
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        positions: RowPositions = vars(self)["positions"]
-        if positions.shift is not None:
-            offset = offset + positions.shift
+        inputs: RowInputs = vars(self)["inputs"]
+        if inputs.shift is not None:
+            offset = offset + inputs.shift
         usual: mx.array = self.rope(x, offset=offset)
-        if positions.axes is None or positions.whole is None:
+        if inputs.axes is None or inputs.whole is None:
             return usual
         dims: Any = self.rope.dims
         base: Any = self.rope.base
         speed = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / -dims)
-        at = positions.axes[mx.array(vars(self)["axis_of"])]  # (dims / 2, B, S)
+        at = inputs.axes[mx.array(vars(self)["axis_of"])]  # (dims / 2, B, S)
         angle = at.transpose(1, 2, 0).astype(mx.float32)[:, None] * speed
         cos, sin = mx.cos(angle), mx.sin(angle)
         a, b, rest = mx.split(x, [dims // 2, dims], axis=-1)
         turned = [a * cos - b * sin, b * cos + a * sin, rest]
         each = mx.concatenate([part.astype(x.dtype) for part in turned], axis=-1)
-        return mx.where(positions.whole[:, None, None, None], each, usual)
+        return mx.where(inputs.whole[:, None, None, None], each, usual)

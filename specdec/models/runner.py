@@ -33,7 +33,7 @@ from ..prefix_cache.store import PrefixStore
 from ..prompts.images import PlacedImage
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
-from .image_rows import RowImages, RowPositions, with_image_positions
+from .image_rows import RowImages, RowInputs, with_row_inputs
 from .layer_skip import without_idle
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
@@ -77,10 +77,10 @@ class ModelRunner:
         prefix_store: PrefixStore | None = None,
         images: ImageEncoder | None = None,
     ):
-        #: Where tokens of images stand, if that is not where they lie.
-        self.positions: RowPositions | None = None
+        #: What layers read of images; None: they read hidden states only.
+        self.row_inputs: RowInputs | None = None
         if images is not None and images.sections is not None:
-            model, self.positions = with_image_positions(
+            model, self.row_inputs = with_row_inputs(
                 model, images.config, images.sections, name
             )
         model = with_recurrent_rows(with_row_positions(model))
@@ -206,7 +206,7 @@ class ModelRunner:
             single_stays=single_stays,
         )
         most = self._bound(max(max_length, self._padded(longest)))
-        seen = RowImages(self.images, self.positions, prompts, images)
+        seen = RowImages(self.images, self.row_inputs, prompts, images)
         rows = ModelRows(self, prompts, options, max_round, most, seen)
         if reuses and self.prefixes is not None:
             known_as = self._known_as(seen.named(prompts, self.vocab_size), last)

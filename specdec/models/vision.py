@@ -57,6 +57,8 @@ _FAMILIES = {
     "lfm2_vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
     "lfm2-vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
     "qwen2_5_vl": _Family("qwen2_5_vl", "Qwen2_5_VLProcessor", sections="chunked"),
+    "qwen3_vl": replace(_QWEN3_5, module="qwen3_vl"),
+    "qwen3_vl_moe": replace(_QWEN3_5, module="qwen3_vl_moe"),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": replace(_QWEN3_5, module="qwen3_5_moe"),
 }
@@ -146,7 +148,10 @@ class ImageEncoder:
         return self._family.sections
 
     def embeddings_of(self, image: Image) -> mx.array:
-        """The embeddings of an image, shape (N, D), one for each marker token.
+        """The embeddings of an image, shape (L, N, D), one for each marker token.
+
+        The first (N, D) are inputs of the first layer; others, where the tower has
+        them, are added to the outputs of the first layers.
 
         Raises:
             ModelError: the folder has no weights of a tower, or others than its
@@ -163,9 +168,11 @@ class ImageEncoder:
             tokens = mx.array([inputs.tokens])
             try:
                 embedded = tower.get_input_embeddings(tokens, **inputs.arrays)
-                rows: mx.array = embedded.inputs_embeds[0]
+                first: mx.array = embedded.inputs_embeds[0]
                 places = np.flatnonzero(np.array(inputs.tokens) == self.marker_token)
-                rows = rows[mx.array(places)]
+                deep = embedded.deepstack_visual_embeds
+                deep = () if deep is None else deep
+                rows = mx.stack([first[mx.array(places)], *deep])
                 mx.eval(rows)
             except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
                 raise PromptError(

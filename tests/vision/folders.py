@@ -124,6 +124,26 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_vl": (
+        _QWEN_IMAGES,
+        {
+            "text_config": {
+                **_TEXT, "model_type": "qwen3", "head_dim": 8, "rope_theta": 4.0,
+                "num_hidden_layers": 3, "tie_word_embeddings": True,
+                "rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]},
+            },
+            "vision_config": {
+                "model_type": "qwen3_vl", "depth": 3, "hidden_size": 16,
+                "intermediate_size": 32, "out_hidden_size": 32, "num_heads": 2,
+                "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+                "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+            },
+        },
+    ),
+}  # fmt: skip
+_QWEN3 = {
+    "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+    "min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12,
 }  # fmt: skip
 _PREPROCESSORS = {
     "mistral3": {
@@ -142,10 +162,7 @@ _PREPROCESSORS = {
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
         "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
     },
-    "qwen3_5": {
-        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
-        "min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12,
-    },
+    "qwen3_5": _QWEN3, "qwen3_vl": _QWEN3,
 }  # fmt: skip
 
 

@@ -101,6 +101,9 @@ def by_mlx_vlm(
         part._rope_deltas = given.rope_deltas
         positions = {"position_ids": given.position_ids}
     cache = make_cache(part)
+    if given.deepstack_visual_embeds is not None:
+        positions["visual_pos_masks"] = given.visual_pos_masks
+        positions["deepstack_visual_embeds"] = given.deepstack_visual_embeds
     logits = part(
         ids, inputs_embeds=given.inputs_embeds, cache=cache, **positions
     ).logits
@@ -191,23 +194,27 @@ def _no_axes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(image_rows, "positions_of", flat)
 
 
+def _no_deep_features(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(image_rows, "_adding", lambda *_: lambda f, a, k: f(*a, **k))
+
+
 def _reversed_features(patch: pytest.MonkeyPatch) -> None:
     usual = vision.ImageEncoder.embeddings_of
     patch.setattr(
-        vision.ImageEncoder, "embeddings_of", lambda s, image: usual(s, image)[::-1]
+        vision.ImageEncoder, "embeddings_of", lambda s, image: usual(s, image)[:, ::-1]
     )
 
 
 @pytest.mark.parametrize(
     "planted",
-    [_no_shift, _another_rows_shift, _no_axes, _reversed_features],
+    [_no_shift, _another_rows_shift, _no_axes, _no_deep_features, _reversed_features],
     indirect=True,
 )
 def test_a_planted_fault_changes_tokens(
     folders: Callable[[str], Any], planted: None
 ) -> None:
     """The comparison above is blind to positions or to features."""
-    folder, model = folders("qwen2_5_vl")
+    folder, model = folders("qwen3_vl")
     decoder = decoder_of(folder, batch_size=3, num_draft_tokens=0)
     results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
     expected = [by_mlx_vlm(decoder, model, p)[1] for p in PROMPTS]
