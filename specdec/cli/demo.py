@@ -1,0 +1,254 @@
+"""``specdec demo``: the same prompts without a draft and with it, timed side by side."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..config import EngineConfig, NumDraftTokens
+from ..prompts import templates
+from ..utils.printable import counted, one_line, printable
+from . import options
+from .output import note_products, noted_if_slow, show, show_warnings
+
+if TYPE_CHECKING:
+    from ..decoder import SpecDecoder
+
+PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A baker sells 12 loaves an hour for 5 hours. How many loaves is that?",
+    "What is the capital of France, and on which river does it stand?",
+)
+# A block of the packaged head; on a CPU its rounds pay most with all of it.
+_BLOCK = 6
+# Below this ratio of times nothing is claimed.
+_GAIN = 1.05
+# Samples of what else runs, seconds between them, and the share of the cores above
+# which the machine is called busy.
+_SAMPLES, _PAUSE, _BUSY = 10, 0.03, 0.25
+_WIDTH = 32
+
+
+@click.command(cls=options.Command, short_help="Show what a draft gains here.")
+@options.models(dtype_help="Type of the weights. [default: float32 on a CPU]")
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens that the draft proposes in a round. [default: 6 for the head that "
+    "comes with specdec, else auto]",
+)
+@options.max_tokens(default=64, help="Generate N tokens for each prompt at most.")
+@click.option(
+    "--prompt", "-p", "texts", multiple=True, metavar="TEXT",
+    help="A prompt; repeat it for more. [default: three that come with the command]",
+)  # fmt: skip
+def demo(
+    *,
+    models: options.Models,
+    num_draft_tokens: int | None,
+    max_tokens: int,
+    texts: tuple[str, ...],
+) -> None:
+    """Decode prompts one by one, without a draft and with it, and compare the times.
+
+    Without options the model is SmolLM2-135M-Instruct with the head that comes with
+    specdec. The text is the same both times.
+
+    \b
+      specdec demo
+      specdec demo --target MODEL --draft MODEL --prompt "Your own question"
+    """  # noqa: D301 - click's mark for lines to keep
+    show_warnings()
+    templates.start()
+    length: NumDraftTokens = num_draft_tokens or "auto"
+    implied = models.spec is not None and models.spec.implied
+    if implied and num_draft_tokens is None:
+        length = _BLOCK
+    loading = models.arguments(EngineConfig(batch_size=1, num_draft_tokens=length))
+    with noted_if_slow(f"loading {models}", quiet=False):
+        plain, drafted = _loaded(loading)
+    where = _warmed(plain, drafted)
+    show(f"{models}, {where}, one prompt at a time\n")
+    total = _Comparison(drafted.draft_name is not None)
+    for text in texts or PROMPTS:
+        _compare(text, plain, drafted, max_tokens, total)
+    for line in total.lines():
+        show(line)
+    dtype = f" --dtype {loading['dtype']}" if loading["dtype"] else ""
+    show("\nNext:")
+    for arguments, what in (
+        (f"run{dtype} --prompt 'Your own question'", "one prompt, streamed"),
+        (f"chat{dtype}", "talk with it"),
+        ("advise --target MODEL --draft MODEL", "whether a draft pays for yours"),
+    ):
+        show(f"  {f'specdec {arguments}':<56}{what}")
+
+
+def _loaded(loading: dict[str, object]) -> tuple[SpecDecoder, SpecDecoder]:
+    """A decoder without a draft and one with it, which share the target's weights."""
+    from .. import backend
+    from ..decoder import SpecDecoder
+
+    if loading["dtype"] is None and backend.defaults().name == "cpu":
+        loading["dtype"] = "float32"
+    drafted = SpecDecoder.from_pretrained(**loading)  # type: ignore[arg-type]
+    plain = SpecDecoder(drafted.target, config=EngineConfig(batch_size=1))
+    note_products(plain, str(loading["dtype"]))
+    return plain, drafted
+
+
+def _warmed(plain: SpecDecoder, drafted: SpecDecoder) -> str:
+    """Have kernels compiled for both decoders; return where they compute."""
+    from .. import backend
+
+    with noted_if_slow("warming up: on first use, kernels are compiled", quiet=False):
+        for decoder in (plain, drafted):
+            decoder.generate(PROMPTS[0], max_tokens=16)
+    facts = backend.describe()
+    place = facts["device"] if facts["backend"] != "cpu" else "this CPU"
+    return f"{place}, float32" if plain.target.in_float32 else place
+
+
+@dataclass
+class _Run:
+    """One prompt decoded once."""
+
+    seconds: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    rounds: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class _Comparison:
+    """All prompts so far: what was decoded in which time, and what disturbed it."""
+
+    has_draft: bool
+    pairs: list[tuple[_Run, _Run]] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """The result, in lines."""
+        first = [plain for plain, _ in self.pairs]
+        second = [drafted for _, drafted in self.pairs]
+        slow, fast = (sum(run.seconds for run in runs) for runs in (first, second))
+        tokens = counted(sum(len(run.token_ids) for run in first), "token")
+        if not self.has_draft:
+            yield f"{tokens} in {slow:.1f} s. There is no draft to compare with."
+            return
+        yield f"{tokens}: {slow:.1f} s without the draft, {fast:.1f} s with it."
+        ratio = slow / fast
+        if ratio >= _GAIN:
+            yield f"With the draft {ratio:.2f} times as fast: {slow - fast:.1f} s saved."
+        else:
+            yield (
+                f"The draft does not pay here ({ratio:.2f} times as fast). "
+                "--num-draft-tokens auto, the default elsewhere, stops drafting then."
+            )
+        if rounds := sum(run.rounds for run in second):
+            length = 1 + sum(run.accepted for run in second) / rounds
+            yield f"A round gave {length:.1f} tokens instead of 1."
+        parted = sum(a.token_ids != b.token_ids for a, b in self.pairs)
+        if not parted:
+            yield "The texts are the same, token for token."
+        else:
+            yield (
+                f"{counted(parted, 'text')} of {len(self.pairs)} parted at a near tie, "
+                "as happens in 16 bits with a draft or without (docs/exactness.md)."
+            )
+        cores = os.cpu_count() or 1
+        if self.others and (busy := _mean(self.others)) > _BUSY * cores:
+            yield (
+                f"This machine is busy: on average {busy:.1f} other threads wanted its "
+                f"{counted(cores, 'core')}. Times say little; try it when it is quiet."
+            )
+
+
+def _compare(
+    prompt: str,
+    plain: SpecDecoder,
+    drafted: SpecDecoder,
+    max_tokens: int,
+    total: _Comparison,
+) -> None:
+    """Decode a prompt both ways and show how long each took."""
+    show(one_line(prompt, 76, end=False))
+    total.others += _others_running()
+    first = _run("without", plain, prompt, max_tokens, None)
+    second = first
+    if total.has_draft:
+        second = _run("with", drafted, prompt, max_tokens, first)
+    total.pairs.append((first, second))
+    show("")
+    for line in first.text.strip().split("\n"):
+        for part in textwrap.wrap(printable(line), 74) or [""]:
+            show(f"  | {part}")
+    show("")
+
+
+def _run(
+    name: str,
+    decoder: SpecDecoder,
+    prompt: str,
+    max_tokens: int,
+    before: _Run | None,
+) -> _Run:
+    """Decode the prompt; a bar as long as its time, in terms of the run before."""
+    run, live = _Run(), sys.stdout.isatty()
+    start = time.perf_counter()
+    for event in decoder.stream(prompt, max_tokens=max_tokens):
+        run.seconds = time.perf_counter() - start
+        run.token_ids += event.token_ids
+        run.text += event.text
+        if event.result is not None:
+            run.rounds, run.accepted = event.result.rounds, event.result.accepted
+        if live:
+            share = len(run.token_ids) / max_tokens
+            if before is not None:
+                share = run.seconds / before.seconds
+            sys.stdout.write(f"\r{_bar(name, share, run)}\x1b[K")
+            sys.stdout.flush()
+    share = 1.0 if before is None else run.seconds / before.seconds
+    times = ""
+    if before is not None and run.seconds:
+        times = f", {before.seconds / run.seconds:.2f} times as fast"
+    if live:
+        sys.stdout.write("\r\x1b[K")
+    show(_bar(name, share, run) + times)
+    return run
+
+
+def _bar(name: str, share: float, run: _Run) -> str:
+    cells = min(_WIDTH + 8, round(_WIDTH * share))
+    filled = (
+        "█" * cells if "utf" in (sys.stdout.encoding or "").lower() else "#" * cells
+    )
+    tokens = counted(len(run.token_ids), "token")
+    return f"  {name:<8}{filled:<{_WIDTH}}  {tokens} in {run.seconds:.1f} s"
+
+
+def _others_running() -> list[float]:
+    """How many other threads run or wait for a core, sampled; empty if unknown."""
+    samples = []
+    for _ in range(_SAMPLES):
+        time.sleep(_PAUSE)
+        try:
+            facts = Path("/proc/loadavg").read_text("ascii").split()
+        except OSError:  # no Linux
+            return []
+        samples.append(max(0.0, float(facts[3].partition("/")[0]) - 1))
+    return samples
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
