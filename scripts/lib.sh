@@ -151,7 +151,7 @@ pip_install() {
   while kill -0 "$pid" 2>/dev/null; do
     sleep 1
     [ $(((SECONDS - start) % every)) -eq 0 ] || continue
-    line="$(grep -E '^ *(Collecting|Downloading|Building|Installing) ' "$log" | tail -n 1)"
+    line="$(grep -E '^ *(Collecting|Downloading|Building|Installing) ' "$log" | tail -n 1 || true)"
     line="$(printf '%s' "${line#"${line%%[![:space:]]*}"}" | cut -c 1-60)"
     if [ -t 2 ]; then
       printf '\r   %3d s  %s\033[K' "$((SECONDS - start))" "$line" >&2
