@@ -45,6 +45,7 @@ NAVIGATION = {
         "/docs/gguf",
         "/docs/images",
         "/docs/lora",
+        "/docs/questions",
         "/docs/tuning",
         "/docs/sampling",
         "/docs/server",

@@ -1,4 +1,4 @@
-"""``specdec demo``: the same prompts without a draft and with it, timed side by side."""
+"""``specdec demo``: the same prompts without a draft and with it, and both times."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def demo(
         (f"chat{dtype}", "talk with it"),
         ("advise --target MODEL --draft MODEL", "whether a draft pays for yours"),
     ):
-        show(f"  {f'specdec {arguments}':<56}{what}")
+        show(f"  {f'specdec {arguments}':<58}{what}")
 
 
 def _loaded(loading: dict[str, object]) -> tuple[SpecDecoder, SpecDecoder]:
@@ -136,6 +136,7 @@ class _Comparison:
     has_draft: bool
     pairs: list[tuple[_Run, _Run]] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def lines(self) -> Iterator[str]:
         """The result, in lines."""
@@ -149,7 +150,8 @@ class _Comparison:
         yield f"{tokens}: {slow:.1f} s without the draft, {fast:.1f} s with it."
         ratio = slow / fast
         if ratio >= _GAIN:
-            yield f"With the draft {ratio:.2f} times as fast: {slow - fast:.1f} s saved."
+            saved = f"{slow - fast:.1f} s saved"
+            yield f"With the draft {ratio:.2f} times as fast: {saved}."
         else:
             yield (
                 f"The draft does not pay here ({ratio:.2f} times as fast). "
@@ -166,11 +168,10 @@ class _Comparison:
                 f"{counted(parted, 'text')} of {len(self.pairs)} parted at a near tie, "
                 "as happens in 16 bits with a draft or without (docs/exactness.md)."
             )
-        cores = os.cpu_count() or 1
-        if self.others and (busy := _mean(self.others)) > _BUSY * cores:
+        if self.others and (busy := _mean(self.others)) > _BUSY * self.cores:
             yield (
                 f"This machine is busy: on average {busy:.1f} other threads wanted its "
-                f"{counted(cores, 'core')}. Times say little; try it when it is quiet."
+                f"{counted(self.cores, 'core')}. Times say little: try it again later."
             )
 
 

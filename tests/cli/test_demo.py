@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-
 import pytest
 from click.testing import CliRunner, Result
 
-from specdec.cli import demo as module
 from specdec.cli import main
 from specdec.cli.demo import _Comparison, _Run
 from tests.tools.distill.harness import write_target
@@ -53,16 +51,14 @@ def test_without_a_draft_there_is_nothing_to_compare(target: str) -> None:
     ],
 )
 def test_what_is_claimed(
-    monkeypatch: pytest.MonkeyPatch,
     seconds: tuple[float, float],
     others: float,
     says: str,
     never: str,
 ) -> None:
     """A gain where there is none, or times of a busy machine without a word."""
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
     runs = [_Run(each, [1, 2, 3], "abc", 2, 1) for each in seconds]
-    total = _Comparison(True, [(runs[0], runs[1])], [others])
+    total = _Comparison(True, [(runs[0], runs[1])], [others], cores=2)
     text = "\n".join(total.lines())
     assert says in text
     assert never not in text
