@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 
 from .. import backend
 from ..backend import BackendDefaults
@@ -45,11 +44,7 @@ def models_of(
     """The target's runner, and the drafter."""
 
     def runner(model: LoadedModel, images: ImageEncoder | None = None) -> ModelRunner:
-        own = backend
-        if model.ranks is not None:
-            # It is unknown whether a compiled graph can replay NCCL's collectives.
-            own = replace(backend, compile_after=None)
-        return ModelRunner(model.model, model.name, config, own, store, images)
+        return ModelRunner(model.model, model.name, config, backend, store, images)
 
     of_target = runner(target, image_encoder(target))
     if drafter is None or not config.max_draft_tokens:

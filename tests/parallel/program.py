@@ -34,7 +34,9 @@ from specdec import (
 from specdec.engine.led import follow
 from specdec.engine.session import Session
 from specdec.models import LoadedModel
+from specdec.models.compiled import CompiledForwards
 from specdec.models.loading import take_shard
+from specdec.models.sharding import SummedLinear
 from specdec.parallel import Follower, Leader
 from specdec.request import Request
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
@@ -163,6 +165,16 @@ def bitwise(model: nn.Module, ranks: Ranks) -> bool:
     return bool(mx.all(each[:1].view(mx.uint32) == each.view(mx.uint32)).item())
 
 
+def collectives(model: nn.Module) -> int:
+    """How many collectives a forward has."""
+    with (
+        patch.object(mx.distributed, "all_sum", wraps=mx.distributed.all_sum) as sums,
+        patch.object(mx.distributed, "all_gather") as gathers,
+    ):
+        mx.eval(model(mx.array([PROMPTS[3]]), cache=make_prompt_cache(model)))
+    return int(sums.call_count + gathers.call_count)
+
+
 def head_shape(model: Any) -> Any:
     """Of what a draft may be lent."""
     head = model.get("language_model", model).get("lm_head")
@@ -184,6 +196,8 @@ def compare(
     whole, mine = (model_of(arch, **changes) for _ in range(2))
     take_shard(mine, {}, ranks, arch)
     shown(f"{arch} logits of all ranks", holds=bitwise(mine, ranks))
+    layers = len(make_prompt_cache(mine))
+    shown(f"{arch} sums twice a layer", holds=collectives(mine) == 2 * layers)
     shown(f"{arch} head", holds=head_shape(mine) == head_shape(whole))
     made: dict[str, Any] = {}
     if isinstance(draft, str):
@@ -411,14 +425,22 @@ def forgive(leader: Leader) -> None:
 
 
 @contextmanager
-def rounds_ahead() -> Iterator[None]:
+def rounds_ahead(shown: Shown, what: str) -> Iterator[None]:
     """Compiled forwards, handed over ahead and rehearsed, as on a GPU."""
+    graphs, make = [], CompiledForwards._make
+
+    def making(forwards: CompiledForwards, *arguments: Any) -> Any:
+        modules: Any = forwards._model.modules()
+        graphs.extend(m for m in modules if isinstance(m, SummedLinear))
+        return make(forwards, *arguments)
+
     as_on_a_gpu = replace(BEHIND, new_shape_seconds=0.01)
     with (
         patch("specdec.backend.defaults", lambda: as_on_a_gpu),
-        patch("specdec.engine.build.replace", lambda backend, **changes: backend),
+        patch.object(CompiledForwards, "_make", making),
     ):
         yield
+    shown(f"{what} is compiled", holds=bool(graphs))
 
 
 def main(folder: Path) -> None:
@@ -427,8 +449,13 @@ def main(folder: Path) -> None:
     shown = Shown(ranks)
     config = EngineConfig(batch_size=3, prefill_step_size=16, num_draft_tokens=3)
     compare(shown, "llama", "with a draft", config, draft=near("llama", 0.1))
-    with rounds_ahead():
+    with rounds_ahead(shown, "qwen3"):
         compare(shown, "qwen3", "compiled, with hidden states", config, draft=True)
+    with rounds_ahead(shown, "qwen3_5"):
+        near_hybrid = near("qwen3_5", 0.1)
+        compare(shown, "qwen3_5", "compiled hybrid", config, draft=near_hybrid)
+    with rounds_ahead(shown, "qwen3_moe"):
+        compare(shown, "qwen3_moe", "compiled", config, draft="self:4bit", head_dim=32)
     short = replace(config, max_kv_size=24)
     compare(shown, "qwen3_moe", "with n-grams", short, draft="ngram")
     compare(shown, "qwen3_5", "hybrid", config, draft=near("qwen3_5", 0.1))
