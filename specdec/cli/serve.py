@@ -289,7 +289,7 @@ def _serve_by(
 
     stopping = partial(_show_stopping, config, quiet=quiet)
     app = make_front(replicas, config)
-    failure = run(app, config.stop_timeout, listener, started, stopping)
+    failure = run(app, config.stop_timeout, listener, started, stopping, descriptors=2)
     if isinstance(failure, FirstReplicaError) and failure.code is not None:
         sys.exit(failure.code)  # the replica has said why
     if failure is not None:

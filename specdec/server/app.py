@@ -26,12 +26,13 @@ from .rendering import Rendering
 from .service import Service
 from .web import (
     HANDLERS,
+    Bodies,
     Sent,
+    check_elements,
     client_of,
     error_response,
     middleware,
     parsed_soon,
-    read_body,
     until_gone,
 )
 
@@ -64,7 +65,7 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
             app.state.service = Service(decoder, engine, config)
             yield
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", _page),
             Route("/health", _health),
@@ -81,6 +82,8 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
+    app.state.bodies = Bodies(config.max_body_bytes)
+    return app
 
 
 # -- endpoints that answer at once ---------------------------------------------------
@@ -159,7 +162,7 @@ async def _count_tokens(request: Request) -> Response:
         with service.places(1):
             (encoded,) = await service.encode([source])
     except Exception as error:
-        return error_response(refusal_of(error, messages.NAMES), request.url.path)
+        return error_response(refusal_of(error, messages.NAMES), request.scope["path"])
     return JSONResponse({"input_tokens": len(encoded.prompt.token_ids)})
 
 
@@ -168,9 +171,11 @@ async def _count_tokens(request: Request) -> Response:
 
 async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
     """Read a request's JSON body."""
-    data = await read_body(request, _service(request).config.max_body_bytes)
+    data = await request.app.state.bodies.read(request)
+    context = _service(request).decoder.bounds.context_length
 
     def parsed(data: bytes) -> T:
+        check_elements(data, context)
         try:
             body = parse_json(data)
         except DataError as error:
@@ -242,7 +247,7 @@ class _Answer(Response):
                                 rendering.take(event)
         except Exception as error:
             refusal = refusal_of(error, rendering.job.names)
-            if refusal.code == "engine_failed":
+            if refusal.status >= 500:
                 log.error("a request failed: %s", error)
             if sent.begun:
                 await sent.more(rendering.failed(refusal), last=True)

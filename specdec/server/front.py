@@ -32,13 +32,14 @@ from .web import (
     CLIENT_HEADER,
     ENDS_HEADER,
     HANDLERS,
+    Bodies,
     Headers,
     Sent,
+    check_elements,
     client_of,
     error_response,
     middleware,
     parsed_soon,
-    read_body,
     until_gone,
 )
 
@@ -92,6 +93,7 @@ class Front:
     def __init__(self, replicas: Replicas, config: ServerConfig):
         self.replicas = replicas
         self.config = config
+        self.bodies = Bodies(config.max_body_bytes)
         self.again = 0
         self.lost = 0
         self._draining = False
@@ -167,7 +169,7 @@ async def _forward(request: Request) -> Response:
     front, body = _front(request), b""
     if request.method == "POST":
         try:
-            body = await read_body(request, front.config.max_body_bytes)
+            body = await front.bodies.read(request)
         except ClientDisconnect:
             return Response(status_code=499)
     blocks = await parsed_soon(body, _blocks)
@@ -176,8 +178,9 @@ async def _forward(request: Request) -> Response:
 
 def _blocks(body: bytes) -> Blocks:
     try:
+        check_elements(body, None)
         return blocks_of(parse_json(body)) if body else ()
-    except DataError:  # the replica will refuse it
+    except (DataError, Refusal):  # the replica will refuse it
         return ()
 
 
@@ -196,7 +199,7 @@ class _Forwarded(Response):
         await until_gone(self._answer(scope, receive, send), receive, limit)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        front, path = self._front, self._request.url.path
+        front, path = self._front, self._request.scope["path"]
         tried: list[Replica] = []
         given = 0
         sent = _Passed(send)

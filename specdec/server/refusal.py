@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ..errors import ConfigError, MemoryLimitError, PromptError, SpecdecError
+from ..errors import (
+    ConfigError,
+    MemoryLimitError,
+    PromptError,
+    ServerError,
+    SpecdecError,
+    reason_of,
+)
 from ..sampling_params import SamplingParams
 from ..utils.printable import one_line
 
@@ -134,4 +141,6 @@ def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
             param=names.get("max_tokens"),
             code="memory_limit_exceeded",
         )
-    return Refusal(text, status=500, code="engine_failed")
+    if isinstance(error, ServerError):
+        return Refusal(text, status=500, code="engine_failed")
+    return Refusal(reason_of(error), status=500, code="internal_error")

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ..errors import ConfigError
+from .guard import BACKLOG, Connection, close_late, limit_log, max_connections
 
 #: Seconds that connections have to close once all answers have ended.
 _LAST_BYTES = 5
@@ -77,6 +78,8 @@ def run(
     listener: socket.socket,
     started: Callable[[], None] = lambda: None,
     stopping: Callable[[int], None] = lambda running: None,
+    *,
+    descriptors: int = 1,
 ) -> BaseException | None:
     """Serve until SIGINT or SIGTERM; then let answers end, or cut them after a while.
 
@@ -87,15 +90,20 @@ def run(
         stop_timeout: seconds that running answers have to end.
         started: called once requests are answered.
         stopping: called when the server stops, with the number of running answers.
+        descriptors: how many a connection takes.
 
     Returns:
         The service's error, if it failed.
     """
     # asyncio warns of every write to a client that has left, which is expected here.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
+    limit_log()
+    most = max_connections(descriptors)
     web = _Web(
         uvicorn.Config(
             app,
+            http=type("Connection", (Connection,), {"most": most}),
+            backlog=BACKLOG,
             log_config=None,
             access_log=False,
             ws="none",
@@ -140,6 +148,8 @@ class _Web(uvicorn.Server):
             self._report_started()
             self._report_started = None
         self.failure = self._service.failure
+        if counter % 10 == 0:  # once a second
+            close_late(self.server_state.connections)
         return await super().on_tick(counter) or self.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -5,25 +5,37 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import reason_of
 from .config import ServerConfig
+from .guard import BODY_SECONDS
 from .refusal import Refusal
 
-#: Seconds that a body may take to arrive.
-_BODY_SECONDS = 60
 #: Bodies up to this size are parsed in the event loop.
 _SMALL = 1 << 18
+_PARSER = ThreadPoolExecutor(1, "specdec body")
+#: How many bodies of the largest size may be arriving at a time.
+_AT_A_TIME = 16
+#: The most prompts of a request, and tokens of each that are sent as numbers.
+MOST_PROMPTS, _MEAN_TOKENS = 2048, 1024
+#: Lists and objects that are in no prompt: a schema has up to this many.
+_FEW = 1 << 16
+#: A context that is not known counts as this many tokens.
+_LONG_CONTEXT = 1 << 20
+log = logging.getLogger("specdec.server")
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
@@ -57,6 +69,8 @@ def middleware(config: ServerConfig) -> list[Middleware]:
 class _Guard:
     """Names every request, asks for the key, and refuses pages of other sites.
 
+    An exception that nobody has expected is answered here, in the protocol's form.
+
     A page whose host name was rebound to this machine could call a server that has no
     key: browsers allow it, as the page calls its own host name (DNS rebinding).
     """
@@ -70,8 +84,11 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         name = f"req_{uuid.uuid4().hex}".encode()
+        begun = False
 
         async def named(message: Message) -> None:
+            nonlocal begun
+            begun = True
             if message["type"] == "http.response.start":
                 headers = [(b"x-request-id", name), (b"request-id", name)]
                 message["headers"] = [*message.get("headers", ()), *headers]
@@ -94,8 +111,18 @@ class _Guard:
                 code="wrong_host",
             )
         if refusal is None:
-            await self._app(scope, receive, named)
-            return
+            try:
+                await self._app(scope, receive, named)
+                return
+            except ClientDisconnect:
+                return
+            except Exception as error:
+                if begun:
+                    raise  # the connection is closed
+                path, reason = scope["path"], reason_of(error)
+                log.error("%s %s failed: %s", scope["method"], path, reason)
+                text = f"unexpected {type(error).__name__}: please report it"
+                refusal = Refusal(text, status=500, code="internal_error")
         response = error_response(refusal, scope["path"])
         await response(scope, receive, named)
 
@@ -151,12 +178,12 @@ def _is_address(host: str, *, loopback: bool = False) -> bool:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return error_response(error, request.url.path)
+    return error_response(error, request.scope["path"])
 
 
 async def _not_there(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    method, path = request.method, request.url.path
+    method, path = request.method, request.scope["path"]
     names = (error.headers or {}).get("Allow", "another method")
     # Starlette lists them in any order, and adds HEAD to GET.
     allowed = " or ".join(sorted(n for n in names.split(", ") if n != "HEAD"))
@@ -186,38 +213,98 @@ def error_response(refusal: Refusal, path: str) -> Response:
 # -- bodies -------------------------------------------------------------------------
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The bytes of a request's body, at most ``most``."""
-    # With other types, a browser would let any site's page send it without asking.
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refusal(
-            "the body must be JSON: send the header Content-Type: application/json",
-            status=415,
-            code="unsupported_media_type",
-        )
-    data = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > most:
-                    raise Refusal(
-                        f"the body has more than {most} bytes: shorten it",
-                        status=413,
-                        code="request_too_large",
-                    )
-    except TimeoutError as error:
-        raise Refusal("the body did not arrive in time", status=408) from error
-    return bytes(data)
+class Bodies:
+    """Reads the bodies of an application's requests.
+
+    Args:
+        most: the most bytes of one; all that arrive at a time have 16 times as many.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._left = _AT_A_TIME * most
+
+    async def read(self, request: Request) -> bytes:
+        """The bytes of a request's body.
+
+        Raises:
+            Refusal: it is not JSON by its type, too large, or late.
+            ClientDisconnect: the client left.
+        """
+        # With other types, a browser would let any site's page send it without asking.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refusal(
+                "the body must be JSON: send the header Content-Type: application/json",
+                status=415,
+                code="unsupported_media_type",
+            )
+        length = request.headers.get("content-length", "")
+        self._check(int(length) if re.fullmatch(r"\d{1,18}", length) else 0)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    self._check(len(data) + len(chunk))
+                    if self._left < len(chunk):
+                        raise Refusal.later("busy", "too much is being sent to it")
+                    self._left -= len(chunk)
+                    data += chunk
+        except TimeoutError as error:
+            raise Refusal("the body did not arrive in time", status=408) from error
+        finally:
+            self._left += len(data)
+        return bytes(data)
+
+    def _check(self, size: int) -> None:
+        if size > self._most:
+            raise Refusal(
+                f"the body has more than {self._most} bytes: shorten it",
+                status=413,
+                code="request_too_large",
+            )
+
+
+def check_elements(data: bytes, context: int | None) -> None:
+    """Refuse JSON that has more elements than any request needs, before it is parsed.
+
+    A list takes 30 times as much memory as its two bytes.
+
+    Args:
+        context: the target's; a list or an object of a prompt takes a token or more.
+
+    Raises:
+        Refusal: there are too many.
+    """
+    lists = _FEW + (context or _LONG_CONTEXT)
+    most = lists + MOST_PROMPTS * _MEAN_TOKENS
+    if len(data) <= lists:
+        return
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    opened = commas = inside = 0
+    for begin in range(0, len(plain), _SMALL):
+        parts = plain[begin : begin + _SMALL].split(b'"')
+        outside = b"".join(parts[inside::2])
+        inside = (inside + len(parts) - 1) % 2
+        opened += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+    if opened <= lists and opened + commas <= most:
+        return
+    raise Refusal(
+        f"the body has more than {lists} lists and objects, or {most} elements: "
+        "send fewer",
+        code="request_too_large",
+    )
 
 
 async def parsed_soon(data: bytes, parse: Callable[[bytes], T]) -> T:
-    """Parse a body, a large one in a thread.
+    """Parse a body, a large one in a thread, where one at a time is parsed.
 
     Many megabytes take a second, in which the event loop answers others.
     """
-    return parse(data) if len(data) <= _SMALL else await asyncio.to_thread(parse, data)
+    if len(data) <= _SMALL:
+        return parse(data)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse, data)
 
 
 class Sent:

@@ -1,0 +1,349 @@
+"""Strangers who send nothing, too much or nonsense, before an endpoint is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+import threading
+import tracemalloc
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from specdec import ServerError, SpecDecoder
+from specdec.server import guard, running, web
+from specdec.server.config import ServerConfig
+from specdec.server.refusal import Refusal, refusal_of
+from specdec.utils.data_files import parse_json
+from tests.server.harness import Running
+from tests.server.test_serving import ENDLESS, endless, until
+
+
+@contextmanager
+def guarded(
+    *endpoints: Callable[[Request], Awaitable[Response]], most: int = 8
+) -> Iterator[tuple[str, int]]:
+    """URL and port of a serving process's application, in a thread."""
+
+    async def drain() -> None:
+        pass
+
+    app = Starlette(
+        routes=[Route(f"/{each.__name__}", each) for each in endpoints],
+        middleware=web.middleware(ServerConfig()),
+        exception_handlers=web.HANDLERS,
+    )
+    service = SimpleNamespace(healthy=True, failure=None, pending=0, drain=drain)
+    app.state.service = service
+    started = threading.Event()
+    with pytest.MonkeyPatch.context() as patch, running.bind("127.0.0.1", 0) as port:
+        patch.setattr(running, "max_connections", lambda each: most)
+        arguments = (app, 1, port, started.set)
+        thread = threading.Thread(target=running.run, args=arguments)
+        thread.start()
+        assert started.wait(60)
+        yield running.url_of(port), port.getsockname()[1]
+        service.failure = ServerError("the end")
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+async def ok(request: Request) -> Response:
+    return PlainTextResponse("ok")
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection."""
+    try:
+        return not connection.recv(1000, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_idle_connections_keep_nobody_out() -> None:
+    """As many as there may be, which send nothing, or a part of a request."""
+    parts = (b"", b"GET /ok HT", b"POST /ok HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n")
+    with guarded(ok) as (url, port), ExitStack() as stack:
+        idle = []
+        for i in range(40):
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            made.sendall(parts[i % 3])
+            idle.append(made)
+            if i % 10 == 9:
+                assert httpx.get(f"{url}/ok").text == "ok"
+        until(lambda: sum(map(ended, idle)) >= 32)
+        assert not ended(idle[-1])  # the oldest give way
+
+
+def test_answers_that_are_due_are_not_cut_for_others() -> None:
+    """A running answer gives way to nobody: the next one is told to come later."""
+    go = threading.Event()
+
+    async def slow(request: Request) -> Response:
+        await asyncio.to_thread(go.wait)
+        return PlainTextResponse("slow")
+
+    with guarded(slow, most=2) as (url, port), ExitStack() as stack:
+        ask = b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        both = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(2)
+        ]
+        for each in both:
+            each.sendall(ask)
+        until(lambda: httpx.get(f"{url}/slow").status_code == 503)
+        answer = httpx.get(f"{url}/slow")
+        assert answer.json()["error"]["code"] == "busy"
+        assert answer.headers["retry-after"]
+        go.set()
+        for each in both:
+            assert each.recv(1000).endswith(b"slow")
+
+
+def test_a_request_has_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then that holds a connection for good, before or after an answer."""
+    monkeypatch.setattr(guard, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(guard, "_GRACE", 0.0)
+    whole = b"GET /ok HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = b"POST /ok HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n"
+    with guarded(ok) as (_, port), ExitStack() as stack:
+        late = []
+        for begin in (b"", whole[:9], whole + b"GET", body, body + b"a"):
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            made.sendall(begin)
+            late.append(made)
+
+        def closed() -> bool:
+            for each in late:
+                try:
+                    each.send(b"a")
+                except OSError:
+                    pass
+            return all(map(ended, late))
+
+        until(closed)
+
+
+def test_what_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A traceback for each, without bound, and an answer that is no JSON.
+
+    The targets once made Starlette's URL fail.
+    """
+
+    async def broken(request: Request) -> Response:
+        raise KeyError("what nobody\nexpected")
+
+    def asked(port: int, line: bytes) -> tuple[bytes, Any]:
+        with socket.create_connection(("127.0.0.1", port)) as made:
+            made.sendall(line + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            data = b""
+            while part := made.recv(1 << 16):
+                data += part
+        head, _, body = data.partition(b"\r\n\r\n")
+        return head.split(b"\r\n")[0], json.loads(body)
+
+    with caplog.at_level(logging.WARNING), guarded(ok, broken) as (_, port):
+        for line, status in (
+            (b"GET /broken", b"500"),
+            (b"GET /ok#/metrics", b"404"),
+            (b"GET %2f", b"404"),
+            (b"GET http://[/ok", b"404"),
+            (b"GET *", b"404"),
+        ):
+            first, said = asked(port, line)
+            assert status in first, (line, first, said)
+            assert said["error"]["message"].isprintable()
+        for _ in range(30):
+            assert asked(port, b"GET /broken")[1]["error"]["code"] == "internal_error"
+            with socket.create_connection(("127.0.0.1", port)) as made:
+                made.sendall(b"\x00\r\n\r\n")
+                made.recv(100)
+    texts = [record.getMessage() for record in caplog.records]
+    assert 2 <= len(texts) <= 2 * guard._LINES, texts
+    assert all(text.isprintable() for text in texts)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_connections_fit_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cap is useless if descriptors run out before it."""
+    limits = [(1024, 1024)]
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda what, new: limits.append(new))
+    for each, fewest, most in ((1, 512, 1024), (2, 256, 512)):
+        assert fewest < guard.max_connections(each) <= most
+    limits[:] = [(256, 1 << 20)]
+    assert guard.max_connections(2) == 4096
+    soft, hard = limits[-1]
+    assert 8192 < soft < hard == 1 << 20
+
+
+# -- bodies -------------------------------------------------------------------------
+
+
+class Client:
+    """Sends a body in parts, for ever if there are no others."""
+
+    def __init__(self, part: bytes, kind: str = "application/json", **headers: str):
+        self.part, self.sent = part, 0
+        headers = {"content-type": kind, **headers}
+        pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+        self.request = Request({"type": "http", "headers": pairs}, self.receive)
+
+    async def receive(self) -> Any:
+        if not self.part:
+            await asyncio.Event().wait()
+        self.sent += len(self.part)
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": self.part, "more_body": True}
+
+
+def refusal(bodies: web.Bodies, client: Client) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        asyncio.run(bodies.read(client.request))
+    return raised.value
+
+
+def test_a_body_is_limited_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has no end, that says that it is too long, or that never comes."""
+    bodies = web.Bodies(1000)
+    endless = Client(b"a" * 300)
+    assert refusal(bodies, endless).status == 413
+    assert endless.sent == 1200
+    said = Client(b"a", content_length="1001")
+    assert refusal(bodies, said).status == 413
+    assert said.sent == 0
+    monkeypatch.setattr(web, "BODY_SECONDS", 0.01)
+    assert refusal(bodies, Client(b"")).status == 408
+
+
+def test_all_bodies_are_limited_together() -> None:
+    """Thousands of clients that send a large body each, and do not end it."""
+
+    async def ask() -> list[Any]:
+        bodies = web.Bodies(1000)
+        clients = [Client(b"a" * 900) for _ in range(40)]
+        for each in clients:
+            each.receive = once(each)  # type: ignore[method-assign]
+            each.request = Request(each.request.scope, each.receive)
+        tasks = [asyncio.create_task(bodies.read(each.request)) for each in clients]
+        await asyncio.sleep(0.05)
+        refused = [task.exception() for task in tasks if task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert bodies._left == 16_000  # nothing of it is lost
+        return refused
+
+    def once(client: Client) -> Callable[[], Awaitable[Any]]:
+        parts = iter([client.part])
+
+        async def receive() -> Any:
+            if (part := next(parts, None)) is None:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": part, "more_body": True}
+
+        return receive
+
+    refused = asyncio.run(ask())
+    assert len(refused) == 40 - 17
+    assert all(isinstance(e, Refusal) and e.code == "busy" for e in refused)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["", "text/plain", "text/plain; application/json", "application/x-www-form-urlencoded",
+     "multipart/form-data", "text/json", "application/jsonp"],
+)  # fmt: skip
+def test_only_json_is_taken(kind: str) -> None:
+    """A page of another site may post these without asking the server."""
+    assert refusal(web.Bodies(1000), Client(b"{}", kind)).status == 415
+
+
+def test_elements_are_counted_before_they_are_parsed() -> None:
+    """16 MB of empty lists become 350 MB, while nothing else can run.
+
+    What may be many is not refused: prompts, tokens, texts that look like lists.
+    """
+    size = 16 << 20
+    for part in (b"[],", b"{},", b'"",', b"1,", b'"a":1,', b'[{"a":"[]"}],'):
+        data = b"[" + part * (size // len(part)) + b"1]"
+        tracemalloc.start()
+        try:
+            with pytest.raises(Refusal, match="lists and objects"):
+                web.check_elements(data, 1 << 17)
+            assert tracemalloc.get_traced_memory()[1] < 3 * size
+        finally:
+            tracemalloc.stop()
+    tricky = ["[" * 1000, ",{" * 1000, '\\"', '"', "\\", '\\\\",[' * 100]
+    for value in (
+        {"prompt": ["a"] * web.MOST_PROMPTS},
+        {"prompt": [list(range(900))] * web.MOST_PROMPTS},
+        {"prompt": tricky * 300},
+        {"messages": [{"role": "user", "content": "a"}] * 60_000},
+    ):
+        data = json.dumps(value).encode()
+        web.check_elements(data, 4096)
+        assert parse_json(data) == value
+    with pytest.raises(Refusal):  # they are counted outside texts, whatever those hold
+        web.check_elements(json.dumps(tricky * 9 + [[]] * 200_000).encode(), 4096)
+
+
+def test_too_many_elements_over_http(server: Running) -> None:
+    """A check that no endpoint calls."""
+    body = b'{"messages": [' + b"[]," * 300_000 + b"[]]}"
+    headers = {"content-type": "application/json"}
+    for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
+        answer = httpx.post(server.url + path, content=body, headers=headers)
+        assert answer.status_code == 400
+        assert "lists and objects" in answer.text
+
+
+# -- what the front reads -----------------------------------------------------------
+
+
+def test_only_the_engine_ends_a_replica() -> None:
+    """One request that fails in another way, by which the front gives a replica up."""
+    for error in (RuntimeError("can't start new thread"), MemoryError(),
+                  ClientDisconnect(), OSError(24, "Too many open files")):  # fmt: skip
+        refused = refusal_of(error, {})
+        assert (refused.status, refused.code) == (500, "internal_error")
+        headers = web.error_response(refused, "/v1").headers
+        assert web.ENDS_HEADER.decode() not in headers
+    ends = refusal_of(ServerError("its engine failed"), {})
+    assert web.error_response(ends, "/v1").headers["x-specdec-ends"] == "engine_failed"
+
+
+def test_all_rows_of_one_who_leaves_end(decoder: SpecDecoder, server: Running) -> None:
+    """Several choices, of which only the first is cancelled."""
+    client = endless(server, n=3)
+    engine = server.service.engine
+    until(lambda: engine.pending == 3)
+    client.close()
+    until(lambda: engine.pending == 0)
+    until(lambda: engine.load.running == 0)
+    assert ENDLESS["max_tokens"] * 3 > engine.stats.generated_tokens
+
+
+@pytest.mark.parametrize(
+    ("host", "rebound"),
+    [("evil-localhost", True), ("localhost.evil.example", True), ("localhost", False),
+     ("127.0.0.1.evil.example", True), ("a.localhost", False), ("", True)],
+)  # fmt: skip
+def test_hosts(host: str, rebound: bool) -> None:
+    """A suffix or a beginning that anybody can register."""
+    scope = {"server": ("127.0.0.1", 80), "headers": [(b"host", host.encode())]}
+    assert web._is_rebound(scope) is rebound
