@@ -134,8 +134,13 @@ class Front:
         chosen.running += 1
         try:
             yield chosen
-        finally:
+        except asyncio.CancelledError:  # its client has left
+            chosen.abandon()
+            raise
+        except BaseException:
             chosen.running -= 1
+            raise
+        chosen.running -= 1
 
     async def drain(self) -> None:
         """Accept no more requests, and let the replicas finish running ones."""
@@ -152,7 +157,7 @@ async def _health(request: Request) -> Response:
     front = _front(request)
     replicas = [
         {
-            "status": "starting" if each.client is None else "ok",
+            "status": each.status,
             "running": each.running,
             "starts": each.starts,
         }

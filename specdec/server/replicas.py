@@ -27,8 +27,10 @@ from .routing import Place
 
 log = logging.getLogger("specdec.server")
 
-#: Seconds between two checks that a replica answers, and seconds that a check may take.
+#: Seconds between two checks that a replica answers, and seconds that a check may take
+#: before the replica gets no requests, and before it is killed.
 _LOOK_SECONDS = 5.0
+_SUSPECT_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
 #: Seconds before a replica that did not become ready restarts: doubled each time.
 _LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
@@ -68,6 +70,8 @@ class Replica(Place):
         starts: how often it was started.
         described: its own description of what it serves.
         process: its process, while there is one.
+        suspect: it has not answered a check in time.
+        doubt: set to have it checked now.
     """
 
     def __init__(self, index: int):
@@ -77,6 +81,52 @@ class Replica(Place):
         self.starts = 0
         self.described = ""
         self.process: asyncio.subprocess.Process | None = None
+        self.suspect = False
+        self.doubt = asyncio.Event()
+        self._abandoned = 0
+
+    @property
+    def status(self) -> str:
+        """Its state, in one word."""
+        if self.client is None:
+            return "starting"
+        return "suspect" if self.suspect else "ok"
+
+    def abandon(self) -> None:
+        """Note that the client of a request has left before the answer.
+
+        The request counts until the replica answers a check: one that hangs would else
+        seem idle, and get the next request, too.
+        """
+        self._abandoned += 1
+        self.doubt.set()
+
+    async def check(self, client: httpx.AsyncClient) -> None:
+        """Ask whether it answers.
+
+        Raises:
+            httpx.TimeoutException: it does not.
+            httpx.TransportError: it is about to end.
+        """
+        abandoned = self._abandoned
+        asked = asyncio.create_task(client.get("/health", timeout=_ANSWER_SECONDS))
+        try:
+            await asyncio.wait({asked}, timeout=_SUSPECT_SECONDS)
+            self.suspect = not asked.done()
+            await asked
+            self._answered(abandoned)
+        finally:
+            asked.cancel()
+
+    def begin_anew(self) -> None:
+        """Note that a new process has taken its place."""
+        self.forget()
+        self._answered(self._abandoned)
+
+    def _answered(self, abandoned: int) -> None:
+        self.suspect = False
+        self.running -= abandoned
+        self._abandoned -= abandoned
 
     def signal(self, number: int) -> None:
         """Send a signal to its process, if there is one."""
@@ -139,8 +189,9 @@ class Replicas:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that answer."""
-        return [each for each in self.all if each.client is not None]
+        """The replicas that answer; if none does in time, those that may."""
+        there = [each for each in self.all if each.client is not None]
+        return [each for each in there if not each.suspect] or there
 
     async def stop(self, seconds: float) -> None:
         """End all replicas; running answers have ``seconds`` to end."""
@@ -219,14 +270,14 @@ class Replicas:
                     took = time.monotonic() - begun
                     self._patience = max(_LEAST_LOADING, _TIMES_AS_LONG * took)
                 replica.described = line.decode().strip()
-                replica.forget()
+                replica.begin_anew()
                 if replica.starts > 1:
                     log.warning("replica %d is ready again", replica.index)
                 async with self._client(path) as client:
                     replica.client = client
                     self._first.set()
                     try:
-                        await self._watch(process, client)
+                        await self._watch(replica, process, client)
                     finally:
                         replica.client = None  # set before the client is closed
         finally:
@@ -250,18 +301,31 @@ class Replicas:
         )
 
     async def _watch(
-        self, process: asyncio.subprocess.Process, client: httpx.AsyncClient
+        self,
+        replica: Replica,
+        process: asyncio.subprocess.Process,
+        client: httpx.AsyncClient,
     ) -> None:
         """Wait until a replica ends; kill it if it no longer answers."""
-        while process.returncode is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await process.wait()
-                return
-            try:
-                await client.get("/health", timeout=_ANSWER_SECONDS)
-            except httpx.TimeoutException:
-                log.warning("a replica does not answer, and is killed")
-                process.kill()
-            except httpx.TransportError:
-                pass  # it is about to end
+        ended = asyncio.create_task(process.wait())
+        try:
+            while True:
+                doubt = asyncio.create_task(replica.doubt.wait())
+                await asyncio.wait(
+                    {ended, doubt},
+                    timeout=_LOOK_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                doubt.cancel()
+                if ended.done():
+                    return
+                replica.doubt.clear()
+                try:
+                    await replica.check(client)
+                except httpx.TimeoutException:
+                    log.warning("a replica does not answer, and is killed")
+                    process.kill()
+                except httpx.TransportError:
+                    pass  # it is about to end
+        finally:
+            ended.cancel()

@@ -371,6 +371,45 @@ def test_a_replica_that_does_not_answer_is_replaced(
     until(lambda: [r.starts for r in front.replicas.all] == [n + 2 for n in before])
 
 
+@pytest.mark.parametrize("suspect_seconds", [0.1, 1000])
+def test_a_hung_replica_gets_no_more_requests(
+    ready: tuple[httpx.Client, Front],
+    monkeypatch: pytest.MonkeyPatch,
+    suspect_seconds: float,
+) -> None:
+    """Clients that give up lower its load, so that it gets the next request, too.
+
+    It is suspected after one check; until then what it has not answered counts.
+    """
+    client, front = ready
+    monkeypatch.setattr(supervision, "_LOOK_SECONDS", 1000)
+    monkeypatch.setattr(supervision, "_SUSPECT_SECONDS", suspect_seconds)
+    first, second = front.replicas.all
+    for each in front.replicas.all:
+        each.doubt.set()  # the present looks end, and the next ones are long
+    until(lambda: not any(each.doubt.is_set() for each in front.replicas.all))
+    assert first.process is not None
+    os.kill(first.process.pid, signal.SIGSTOP)
+    try:
+        second.running += 1  # so that the first one is asked first
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json={"prompt": "x"}, timeout=1)
+        second.running -= 1
+        until(lambda: first.running == 1)
+        until(lambda: first.suspect == (suspect_seconds < 1))
+        assert second.process is not None
+        for i in range(4):
+            said = client.post("/v1/completions", json={"prompt": f"{i}"}).json()
+            assert said["pid"] == second.process.pid
+        assert front.replicas.ready == (
+            [second] if suspect_seconds < 1 else [first, second]
+        )
+    finally:
+        os.kill(first.process.pid, signal.SIGCONT)
+    until(lambda: first.running == 0 and not first.suspect)
+    assert front.replicas.ready == [first, second]
+
+
 def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that hangs while it is loaded: a replica less, for good."""
     monkeypatch.setattr(supervision, "_LEAST_LOADING", 0.0)
@@ -388,17 +427,25 @@ def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> 
     assert begun[:3] == [0, 1, 1]
 
 
-def test_the_end_and_the_beginning() -> None:
+def test_the_end_and_the_beginning(tmp_path: Path) -> None:
     """An answer that is cut for nothing, a process that stays, a key that is not asked.
 
     While no replica is ready yet, requests are refused, not lost.
     """
-    with fronted(api_keys=("k",)) as (client, front):
+    gate = tmp_path / "go"
+    waits = f"until [ -e {gate} ]; do sleep 0.02; done; exec \"$@\""
+
+    def start(index: int, path: str) -> Command:
+        made = fake(index, path)
+        return replace(made, arguments=["sh", "-c", waits, "sh", *made.arguments])
+
+    with fronted(start=start, api_keys=("k",)) as (client, front):
         early = client.get("/v1/models", headers={"x-api-key": "k"})
         assert early.status_code == 503
         assert early.json()["error"]["code"] == "no_replica"
         assert early.headers["retry-after"]
         assert client.get("/health").status_code == 503
+        gate.touch()
         until(lambda: len(front.replicas.ready) == 2)
         assert client.get("/v1/models").status_code == 401
         all_pids = pids(front)
