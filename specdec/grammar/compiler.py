@@ -1,41 +1,112 @@
-"""Compiles grammars for a tokenizer with llguidance, and keeps the latest ones."""
+"""Compiles grammars for a tokenizer with llguidance, and keeps the latest ones.
+
+A grammar may take minutes, gigabytes or a stack of any depth, and neither a thread nor
+a stack overflow can be stopped. A compiled one cannot be passed between processes. So
+each is compiled twice: first in a child with limits, and, if that went well, here.
+"""
 
 from __future__ import annotations
 
-import importlib
+import atexit
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, SpecdecError
-from ..utils.extras import install
+from ..utils.child import Child, ChildError
 from ..utils.printable import shorten
+from .library import Words, error_of, llguidance, matcher_of, tokenizer_of, words_of
 from .spec import Grammar
 from .state import GrammarState
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-T = TypeVar("T")
+    from llguidance import LLMatcher, LLTokenizer
 
 # How many compiled grammars are kept.
 _KEPT = 64
 # Seconds that compiling a grammar may take; most take milliseconds.
 COMPILE_SECONDS = 10.0
-#: How many grammars are compiled at a time. One that takes too long goes on, since a
-#: thread cannot be ended; with several slots, others need not wait for it.
+#: How many grammars are compiled at a time, so that others need not wait for a slow one.
 AT_ONCE = 4
-# llguidance handles nesting by recursion, and a stack overflow would end the process.
-# As measured, the longest text takes less than a third of this.
-_STACK_BYTES = 1 << 29
-# A lexer's state takes 1 to 2 kB.
-_MAX_LEXER_STATES = 50_000
-# Without this limit JSON could have endless blanks, which some models do write.
-_JSON_BLANKS = r" |\n[ \t]{0,20}"
+# llguidance handles nesting by recursion. As measured, a byte of a grammar takes up to
+# 1.3 kB of stack. The child gets less than this process, which then has enough.
+_STACK_BYTES, _STACK_BYTES_EACH = 16 << 20, 4096
+
+
+def _stack_bytes(grammar: Grammar) -> int:
+    return _STACK_BYTES + _STACK_BYTES_EACH * len(grammar.text)
+
+
+class _Checkers:
+    """Children that try grammars; each has the tokenizer that it needed last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[Child] = []
+        self._idle: list[Child] = []
+        self._closed = False
+
+    def check(self, grammar: Grammar, key: str = "", words: Words | None = None) -> None:
+        """Try a grammar, without a tokenizer or with one that is named by a key.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        request = {
+            "key": key,
+            "grammar": [grammar.kind, grammar.text],
+            "stack": _stack_bytes(grammar) * 3 // 4,
+        }
+        child = self._take()
+        try:
+            said = child.ask(request, COMPILE_SECONDS)
+            if said is None:
+                self._give(child, key, words)
+                said = child.ask(request, COMPILE_SECONDS)
+        except ChildError as error:
+            raise _refused(grammar, error) from error
+        finally:
+            with self._lock:
+                self._idle.append(child)
+        if said:
+            raise _refusal(grammar, said)
+
+    def _give(self, child: Child, key: str, words: Words | None) -> None:
+        """Give a child the tokenizer.
+
+        Raises:
+            ConfigError: llguidance refuses it.
+        """
+        try:
+            child.ask({"key": key, "words": words}, COMPILE_SECONDS)
+        except ChildError as error:
+            raise ConfigError(
+                "a grammar cannot be used with this tokenizer: llguidance refuses it "
+                f"({shorten(error)})"
+            ) from error
+
+    def _take(self) -> Child:
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the process ends, and compiles no more grammars")
+            if not self._idle:
+                self._all.append(Child(f"{__package__}.checker", again=False))
+                self._idle.append(self._all[-1])
+            return self._idle.pop()
+
+    def close(self) -> None:
+        """End what is being tried, and try no more."""
+        with self._lock:
+            self._closed = True
+            for child in self._all:
+                child.kill()
+
+
+_CHECKERS = _Checkers()
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -44,17 +115,8 @@ def check_grammar(grammar: Grammar) -> None:
     Raises:
         ConfigError: the grammar cannot be used, or llguidance is not installed.
     """
-    library = _library()
-
-    def checked() -> str:
-        text, limits = _text(grammar), _limits()
-        said: str = library.LLMatcher.validate_grammar(text, None, limits=limits)
-        return said
-
-    seconds = COMPILE_SECONDS
-    said = _awaited(_begun((None, grammar), checked, seconds), grammar, seconds)
-    if said and not said.startswith("WARNING"):
-        raise _refusal(grammar, said)
+    llguidance()
+    _CHECKERS.check(grammar)
 
 
 class GrammarCompiler:
@@ -66,9 +128,9 @@ class GrammarCompiler:
     Args:
         tokenizer: mlx-lm's wrapper.
         vocab_size: the target's number of logits.
-        bounded: refuse grammars that take too long. Ranks other than 0 do not: rank 0
-            has already compiled the grammars that they receive.
-        announce: called with a grammar before it is compiled.
+        bounded: refuse grammars that take too much. Ranks other than 0 do not: rank 0
+            has tried the grammars that they receive.
+        announce: called with a grammar that can be compiled, before it is.
     """
 
     def __init__(
@@ -83,6 +145,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._bounded = bounded
         self._announce = announce
+        self._key = uuid.uuid4().hex
+        self._words: Words | None = None
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -98,12 +162,7 @@ class GrammarCompiler:
         """
         if (kept := self.kept(grammar)) is not None:
             return kept
-        if self._announce is not None:
-            self._announce(grammar)
-        fresh = _awaited(self._under_way(grammar), grammar, self._seconds)
-        if fresh.is_error():
-            raise _refusal(grammar, fresh.get_error())
-        return self._begun(fresh)
+        return self._begun(_awaited(self._under_way(grammar), grammar))
 
     def begin(self, grammar: Grammar) -> None:
         """Begin to compile a grammar that will probably be needed later.
@@ -127,107 +186,50 @@ class GrammarCompiler:
         return GrammarState(fresh, (self._tokenizer.vocab_size + 31) // 32)
 
     def _under_way(self, grammar: Grammar) -> Future[LLMatcher]:
+        seconds = COMPILE_SECONDS if self._bounded else None
         work = partial(self._compiled, grammar)
-        return _begun((self, grammar), work, self._seconds)
-
-    @property
-    def _seconds(self) -> float | None:
-        return COMPILE_SECONDS if self._bounded else None
+        return _begun((self, grammar), work, _stack_bytes(grammar), seconds)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
+        llguidance()
+        with self._making:
+            if self._words is None:
+                self._words = words_of(self._source, self._vocab_size)
+        if self._bounded:
+            _CHECKERS.check(grammar, self._key, self._words)
+        if self._announce is not None:
+            self._announce(grammar)
         with self._making:
             if self._tokenizer is None:
-                self._tokenizer = _tokenizer_of(self._source, self._vocab_size)
-        fresh: LLMatcher = _library().LLMatcher(
-            self._tokenizer, _text(grammar), log_level=0, limits=_limits()
-        )
-        if not fresh.is_error():
-            trial = fresh.deep_copy()
-            if not any(trial.compute_bitmask()) or trial.is_error():
-                return trial
-            with self._lock:
-                self._kept[grammar] = fresh
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
+                self._tokenizer = tokenizer_of(self._words)
+        fresh = matcher_of(self._tokenizer, grammar.kind, grammar.text)
+        if said := error_of(fresh):
+            raise _refusal(grammar, said)
+        with self._lock:
+            self._kept[grammar] = fresh
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
         return fresh
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("llguidance")
-    except ImportError as error:
-        raise ConfigError(
-            f"a grammar needs the package llguidance: {install('structured')}"
-        ) from error
-
-
-def _limits() -> LLParserLimits:
-    limits: LLParserLimits = _library().LLParserLimits(
-        max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
-    )
-    return limits
-
-
-def _text(grammar: Grammar) -> str:
-    """The grammar in llguidance's own format."""
-    make = _library().LLMatcher
-    if grammar.kind == "regex":
-        text: str = make.grammar_from_regex(grammar.text)
-    elif grammar.kind == "lark":
-        text = make.grammar_from_lark(grammar.text)
-    else:
-        blanks = {"whitespace_pattern": _JSON_BLANKS}
-        text = make.grammar_from_json_schema(grammar.text, defaults=blanks)
-    return text
-
-
-def _tokenizer_of(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """llguidance's tokenizer.
-
-    Raises:
-        ConfigError: llguidance does not support that kind, or no token ends a text.
-    """
-    library, ends = _library(), sorted(tokenizer.eos_token_ids)
-    if not ends:
-        raise ConfigError(
-            "a grammar needs a tokenizer with an end-of-sequence token: "
-            "this one has none"
-        )
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if not hasattr(backend, "to_str"):
-        raise ConfigError(
-            "a grammar needs a fast tokenizer (tokenizer.json): this one is a "
-            f"{type(tokenizer).__name__} without"
-        )
-    backend = copy(backend)
-    backend.no_padding()
-    backend.no_truncation()
-    # Logits beyond the vocabulary are padding; a vocabulary may go beyond them, too.
-    n = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-    try:
-        made: LLTokenizer = library.LLTokenizer(
-            backend.to_str(), n_vocab=n, eos_token=ends
-        )
-    except Exception as error:
-        raise ConfigError(
-            "a grammar cannot be used with this tokenizer: llguidance refuses it "
-            f"({shorten(error)})"
-        ) from error
-    return made
 
 
 # Compilations under way: a second caller waits for the same one. The lock also guards
 # the stack size of new threads, which is global to the process.
 _begun_so_far: dict[object, Future[Any]] = {}
+_threads: set[threading.Thread] = set()
 _beginning = threading.Lock()
 _slots = threading.BoundedSemaphore(AT_ONCE)
 
 
-def _begun(key: object, work: Callable[[], T], seconds: float | None) -> Future[T]:
+def _begun(
+    key: object, work: Callable[[], LLMatcher], stack: int, seconds: float | None
+) -> Future[LLMatcher]:
     """Compile in a thread with a deep stack, unless this compilation has begun.
 
     Args:
         seconds: the longest wait for others to end; after it, this one is cancelled.
+
+    Raises:
+        ConfigError: there is no memory for a thread.
     """
 
     def run() -> None:
@@ -242,43 +244,69 @@ def _begun(key: object, work: Callable[[], T], seconds: float | None) -> Future[
             _slots.release()
         with _beginning:
             del _begun_so_far[key]
+            _threads.discard(thread)
 
     with _beginning:
-        if (found := _begun_so_far.get(key)) is not None:
-            return found
-        future: Future[T] = Future()
-        before = threading.stack_size(_STACK_BYTES)
+        if (begun := _begun_so_far.get(key)) is not None:
+            return begun
+        future: Future[LLMatcher] = Future()
+        before = threading.stack_size(stack)
+        thread = threading.Thread(target=run, name="specdec grammar", daemon=True)
         try:
-            threading.Thread(target=run, name="specdec grammar", daemon=True).start()
+            thread.start()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a grammar needs {stack >> 20} MB of memory for its compiler, which "
+                "this process cannot have: give a shorter one"
+            ) from error
         finally:
             threading.stack_size(before)
+        _threads.add(thread)
         _begun_so_far[key] = future
     return future
 
 
-def _awaited(future: Future[T], grammar: Grammar, seconds: float | None) -> T:
+@atexit.register
+def _end() -> None:
+    """Let no thread be in llguidance when Python ends: that would crash."""
+    _CHECKERS.close()
+    for thread in list(_threads):
+        thread.join()
+
+
+def _awaited(future: Future[LLMatcher], grammar: Grammar) -> LLMatcher:
     """The result of a compilation that was begun.
 
     Raises:
-        ConfigError: the compilation fails, or takes too long (it then goes on).
+        ConfigError: the compilation fails, or takes too much.
     """
     try:
-        error = future.exception(seconds)
-    except (TimeoutError, CancelledError):
-        if future.cancel():
-            raise ConfigError(
-                f"the {grammar.name} was not compiled: others have taken longer than "
-                f"{COMPILE_SECONDS:.0f} s, and still do: try again later"
-            ) from None
+        error = future.exception()
+    except CancelledError:
         raise ConfigError(
-            f"the {grammar.name} takes longer than {COMPILE_SECONDS:.0f} s to compile: "
-            "give a simpler one"
+            f"the {grammar.name} was not compiled: others have taken longer than "
+            f"{COMPILE_SECONDS:.0f} s, and still do: try again later"
         ) from None
     if isinstance(error, SpecdecError):
         raise error
     if error is not None:
         raise _refusal(grammar, str(error)) from error
     return future.result()
+
+
+def _refused(grammar: Grammar, error: ChildError) -> ConfigError:
+    """The refusal of a grammar that a child could not try."""
+    simpler = "give a simpler one"
+    match error.kind:
+        case "late":
+            said = f"takes longer than {COMPILE_SECONDS:g} s to compile: {simpler}"
+        case "memory" | "ended":
+            said = f"takes too much memory, or is nested too deeply: {simpler}"
+        case "start":
+            said = f"cannot be tried: {error}"
+        case "error":
+            return _refusal(grammar, str(error))
+    return ConfigError(f"the {grammar.name} {said}")
 
 
 def _refusal(grammar: Grammar, said: str) -> ConfigError:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +32,18 @@ from specdec.models import LoadedModel
 from specdec.models.gguf.header import read_header
 from specdec.models.gguf.tokenizer import build_tokenizer
 from specdec.prompts import encode
+from specdec.utils.child import Child
 from tests.byte_tokenizer import byte_tokenizer
 from tests.models.gguf_files import Vocabulary, byte_level, write_gguf
 from tests.models.test_gguf_tokenizer import sentencepiece_vocabulary
 
 YES = Grammar.regex("(yes|no)")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what threads do."""
+    while not condition():
+        time.sleep(0.01)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -144,42 +154,101 @@ def test_the_deepest_grammars_do_not_end_the_process() -> None:
     check_grammar(Grammar.json_schema(schema))
 
 
-def test_one_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on, once however often it is asked for, and others do not wait for it.
+@pytest.fixture
+def bad_checkers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Children that take as much as a grammar says."""
+    made = compiler._Checkers()
+    module = "tests.grammar.bad_checker"
+    monkeypatch.setattr(compiler, "Child", lambda _, again: Child(module, again=again))
+    monkeypatch.setattr(compiler, "_CHECKERS", made)
+    yield
+    for each in made._all:
+        each.close()
 
-    Four that go on are enough: that a fifth is not compiled is not its own fault.
+
+@pytest.mark.usefixtures("bad_checkers")
+def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time, memory or stack: none of them is this process's, and no slot is lost.
+
+    Threads that went on for minutes took all four slots, and could end the process.
     """
     made = GrammarCompiler(byte_tokenizer(), 300)
     made.compile(YES)
-    go, compiled = threading.Event(), GrammarCompiler._compiled
-    begun = []
 
-    def slow(self: GrammarCompiler, grammar: Grammar) -> Any:
-        begun.append(grammar.text)
-        if grammar.text != "quick":
-            go.wait(60)
-        return compiled(self, grammar)
+    def refused(text: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            made.compile(Grammar.regex(text))
+        return str(raised.value)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(GrammarCompiler, "_compiled", slow)
-        patch.setattr(compiler, "COMPILE_SECONDS", 0.2)
-        for text in ("a", "a", "b", "c"):
-            with pytest.raises(ConfigError, match="takes longer than"):
-                made.compile(Grammar.regex(text))
-        made.compile(Grammar.regex("quick"))
-        made.compile(YES)
-        with pytest.raises(ConfigError, match="takes longer than"):
-            made.compile(Grammar.regex("d"))
-        with pytest.raises(ConfigError, match="others have taken longer"):
-            made.compile(Grammar.regex("e"))
-        assert begun == ["a", "b", "c", "quick", "d"]
-        # A rank that follows has to have what rank 0 has.
-        threading.Timer(0.5, go.set).start()
-        GrammarCompiler(byte_tokenizer(), 300, bounded=False).compile(YES)
-        patch.setattr(compiler, "COMPILE_SECONDS", 60.0)
-        made.compile(Grammar.regex("f"))
-        assert begun.count("a") == 1
-        assert made.kept(Grammar.regex("a")) is not None
+    with ThreadPoolExecutor(12) as pool, monkeypatch.context() as patch:
+        patch.setattr(compiler, "COMPILE_SECONDS", 5.0)
+        bad = ["slow", "slow", "large", "deep", "slower", "slowest", "slowly"]
+        said = dict(zip(bad, pool.map(refused, bad), strict=True))
+    for text, why in said.items():
+        expected = "takes longer than 5 s" if "slow" in text else "takes too much memory"
+        assert expected in why or "others have taken longer" in why, (text, why)
+    assert "takes longer" in said["slow"]
+    until(lambda: not compiler._begun_so_far)
+    for i in range(2 * compiler.AT_ONCE):
+        made.compile(Grammar.regex(f"quick{i}"))
+
+
+def test_a_stack_that_is_too_small_ends_the_child_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The real overflow, which ended the process: exit code -11."""
+    chain = "".join(f"r{i}: r{i + 1}\n" for i in range(4000))
+    deep = Grammar.lark(f'start: r0\n{chain}r4000: "a"\n')
+    compiler.GrammarCompiler(byte_tokenizer(), 300).compile(deep)
+    monkeypatch.setattr(compiler, "_stack_bytes", lambda grammar: 1 << 18)
+    for refuse in (check_grammar, GrammarCompiler(byte_tokenizer(), 300).compile):
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            refuse(deep)
+        with pytest.raises(ConfigError, match="cannot be used"):  # another child
+            refuse(Grammar.regex("a("))
+
+
+def test_no_memory_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare RuntimeError, by which a server seemed to have lost its engine."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made = GrammarCompiler(byte_tokenizer(), 300)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="give a shorter one"):
+            made.compile(YES)
+
+
+ENDS = """
+import sys, threading
+from specdec.grammar import Grammar, GrammarCompiler, compiler
+from tests.byte_tokenizer import byte_tokenizer
+from tests.grammar.test_grammar import large
+made = GrammarCompiler(byte_tokenizer(), 300, bounded=sys.argv[1] == "tried")
+for i in range(4):
+    made.begin(large(i))
+while sys.argv[1] == "compiled" and made._tokenizer is None:
+    pass
+"""
+
+
+def large(i: int) -> Grammar:
+    """A schema that takes a third of a second."""
+    texts = {f"p{i}_{n}": {"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(8)}
+    parts = [{"properties": {f"{k}{n}": v for k, v in texts.items()}} for n in range(150)]
+    return Grammar.json_schema({"anyOf": parts})
+
+
+@pytest.mark.parametrize("phase", ["tried", "compiled"])
+def test_the_end_while_grammars_compile(phase: str) -> None:
+    """Python that ends while a thread is in llguidance: SIGSEGV at SIGTERM."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, phase], cwd=root, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_is_only_announced_does_not_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from specdec.models import LoadedModel
 from specdec.models.tokenizer import ExactTokenizerWrapper
 from specdec.prompts import encode, templates
 from specdec.prompts.templates import render_chat
+from specdec.utils import child
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -185,14 +186,14 @@ def test_a_child_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         pipe = subprocess.PIPE
         with subprocess.Popen(program.split(), stdin=pipe, stdout=pipe, bufsize=0) as p:
-            found = templates._exchange(p, line, 20 if answer is not None else 0.2)
+            found = child.exchange(p, line, 20 if answer is not None else 0.2)
             assert found == answer
             p.kill()
     # It is replaced.
     answers = iter([None])
-    exchange = templates._exchange
+    exchange = child.exchange
     monkeypatch.setattr(
-        templates, "_exchange", lambda *a: next(answers, True) and exchange(*a)
+        child, "exchange", lambda *a: next(answers, True) and exchange(*a)
     )
     assert render_chat(wrapped("text"), MESSAGES) == "text"
 

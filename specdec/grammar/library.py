@@ -1,0 +1,121 @@
+"""What is asked of llguidance, in the process that decodes and in the one that checks."""
+
+from __future__ import annotations
+
+import importlib
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from ..errors import ConfigError
+from ..utils.extras import install
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# A lexer's state takes 1 to 2 kB.
+_MAX_LEXER_STATES = 50_000
+# Without this limit JSON could have endless blanks, which some models do write.
+_JSON_BLANKS = r" |\n[ \t]{0,20}"
+
+
+class Words(TypedDict):
+    """A tokenizer, as llguidance takes it."""
+
+    backend: str
+    n_vocab: int
+    ends: list[int]
+
+
+def llguidance() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise ConfigError(
+            f"a grammar needs the package llguidance: {install('structured')}"
+        ) from error
+
+
+def _limits() -> Any:
+    return llguidance().LLParserLimits(
+        max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+    )
+
+
+def _source(kind: str, text: str) -> str:
+    """The grammar in llguidance's own format."""
+    make = llguidance().LLMatcher
+    if kind == "regex":
+        source = make.grammar_from_regex(text)
+    elif kind == "lark":
+        source = make.grammar_from_lark(text)
+    else:
+        blanks = {"whitespace_pattern": _JSON_BLANKS}
+        source = make.grammar_from_json_schema(text, defaults=blanks)
+    return str(source)
+
+
+def matcher_of(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """A grammar compiled for a tokenizer; its error says what is wrong with it."""
+    made: LLMatcher = llguidance().LLMatcher(
+        tokenizer, _source(kind, text), log_level=0, limits=_limits()
+    )
+    return made
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Why a new matcher cannot be used; ``""`` if it can. It computes a mask."""
+    if not matcher.is_error():
+        matcher = matcher.deep_copy()
+        if any(matcher.compute_bitmask()) and not matcher.is_error():
+            return ""
+    return str(matcher.get_error()) or "no text can follow it"
+
+
+def validate(kind: str, text: str) -> str:
+    """Why a grammar cannot be used with any tokenizer; ``""`` if it can."""
+    make = llguidance().LLMatcher
+    said = make.validate_grammar(_source(kind, text), None, limits=_limits())
+    return "" if said.startswith("WARNING") else str(said)
+
+
+def words_of(tokenizer: Any, vocab_size: int) -> Words:
+    """A tokenizer of mlx-lm, for :func:`tokenizer_of`.
+
+    Raises:
+        ConfigError: llguidance does not support that kind, or no token ends a text.
+    """
+    ends = sorted(tokenizer.eos_token_ids)
+    if not ends:
+        raise ConfigError(
+            "a grammar needs a tokenizer with an end-of-sequence token: "
+            "this one has none"
+        )
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "to_str"):
+        raise ConfigError(
+            "a grammar needs a fast tokenizer (tokenizer.json): this one is a "
+            f"{type(tokenizer).__name__} without"
+        )
+    backend = copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    # Logits beyond the vocabulary are padding; a vocabulary may go beyond them, too.
+    n = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+    return Words(backend=backend.to_str(), n_vocab=n, ends=ends)
+
+
+def tokenizer_of(words: Words) -> LLTokenizer:
+    """llguidance's tokenizer.
+
+    Raises:
+        Exception: it refuses this one.
+    """
+    made: LLTokenizer = llguidance().LLTokenizer(
+        words["backend"], n_vocab=words["n_vocab"], eos_token=words["ends"]
+    )
+    return made
