@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _KEPT = 64
 # Seconds that compiling a grammar may take; most take milliseconds.
 COMPILE_SECONDS = 10.0
-#: How many grammars are compiled at a time, so that others need not wait for a slow one.
+#: How many grammars are compiled at a time: others need not wait for a slow one.
 AT_ONCE = 4
 # llguidance handles nesting by recursion. As measured, a byte of a grammar takes up to
 # 1.3 kB of stack. The child gets less than this process, which then has enough.
@@ -50,7 +50,9 @@ class _Checkers:
         self._idle: list[Child] = []
         self._closed = False
 
-    def check(self, grammar: Grammar, key: str = "", words: Words | None = None) -> None:
+    def check(
+        self, grammar: Grammar, key: str = "", words: Words | None = None
+    ) -> None:
         """Try a grammar, without a tokenizer or with one that is named by a key.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What is asked of llguidance, in the process that decodes and in the one that checks."""
+"""What is asked of llguidance, by the process that decodes and by its child."""
 
 from __future__ import annotations
 

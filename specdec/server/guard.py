@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -117,13 +118,13 @@ def _response(refusal: Refusal) -> bytes:
     return b"\r\n".join([*head, b"", bytes(response.body)])
 
 
-def close_late(connections: Iterable[object]) -> None:
+def close_late(connections: Iterable[Any]) -> None:
     """Close the connections whose requests, or readers, are late."""
     now = time.monotonic()
     for each in list(connections):
-        if isinstance(each, Connection) and (limit := each.limit) is not None:
-            if now - each.since > limit:
-                each.transport.abort()
+        limit = each.limit if isinstance(each, Connection) else None
+        if limit is not None and now - each.since > limit:
+            each.transport.abort()
 
 
 class _Lines(logging.Filter):

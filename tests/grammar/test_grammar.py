@@ -185,7 +185,9 @@ def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         bad = ["slow", "slow", "large", "deep", "slower", "slowest", "slowly"]
         said = dict(zip(bad, pool.map(refused, bad), strict=True))
     for text, why in said.items():
-        expected = "takes longer than 5 s" if "slow" in text else "takes too much memory"
+        expected = (
+            "takes longer than 5 s" if "slow" in text else "takes too much memory"
+        )
         assert expected in why or "others have taken longer" in why, (text, why)
     assert "takes longer" in said["slow"]
     until(lambda: not compiler._begun_so_far)
@@ -236,8 +238,12 @@ while sys.argv[1] == "compiled" and made._tokenizer is None:
 
 def large(i: int) -> Grammar:
     """A schema that takes a third of a second."""
-    texts = {f"p{i}_{n}": {"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(8)}
-    parts = [{"properties": {f"{k}{n}": v for k, v in texts.items()}} for n in range(150)]
+    texts = {
+        f"p{i}_{n}": {"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(8)
+    }
+    parts = [
+        {"properties": {f"{k}{n}": v for k, v in texts.items()}} for n in range(150)
+    ]
     return Grammar.json_schema({"anyOf": parts})
 
 

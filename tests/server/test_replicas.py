@@ -433,7 +433,7 @@ def test_the_end_and_the_beginning(tmp_path: Path) -> None:
     While no replica is ready yet, requests are refused, not lost.
     """
     gate = tmp_path / "go"
-    waits = f"until [ -e {gate} ]; do sleep 0.02; done; exec \"$@\""
+    waits = f'until [ -e {gate} ]; do sleep 0.02; done; exec "$@"'
 
     def start(index: int, path: str) -> Command:
         made = fake(index, path)
