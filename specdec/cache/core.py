@@ -303,6 +303,27 @@ class CacheCore:
         longest = max(self._longest, longest)
         return self._read(self._extent(longest, self.capacity, width))
 
+    def kept(self) -> tuple[Any, Any, mx.array]:
+        """What a query of every row's last token attends to, without writing.
+
+        Returns:
+            Keys and values as :meth:`update_and_fetch` returns them, and a mask of
+            shape (B, 1, 1, extent), as :meth:`make_mask` makes them.
+        """
+        extent = self._extent(max(self._longest, 1), self.capacity, 1)
+        offset, layout, rules = self.offset, self.layout, self.rules
+        dtype = self._storage.dtype if self.additive_mask else None
+
+        def compute() -> mx.array:
+            # A row without tokens sees one slot: a softmax of nothing is not a number.
+            before = mx.maximum(offset - 1, 0)
+            visible = visible_slots(layout, rules, before, 1, extent)
+            return visible if dtype is None else additive_mask(visible, dtype)
+
+        params = (extent, str(dtype), rules)
+        mask = self._memo.get(("kept", layout), (offset,), params, compute)
+        return *self._read(extent), mask
+
     def _read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` columns, as attention takes them."""
         return self._storage.read(extent)

@@ -56,7 +56,10 @@ def models_of(
         runner=runner,
     )
     made = make_drafter(drafter, context)
-    return of_target.recording(made.hidden_layers, made.context), made
+    recording = of_target.recording(
+        made.hidden_layers, made.context, whole=made.reads_prompts
+    )
+    return recording, made
 
 
 def check_shared(config: EngineConfig, ranks: Ranks | None) -> None:

@@ -290,7 +290,8 @@ class DecodeBatch:
 
     def _round(self, k: int, limits: Sequence[int]) -> Round:
         committed = self._committed.within(self._rules.sampling.context_size)
-        return self._rules.round_of(k, committed, self._active, limits)
+        round_ = self._rules.round_of(k, committed, self._active, limits)
+        return replace(round_, target=self._target)
 
     def _propose(self, round_: Round) -> Proposals | None:
         """The draft's k tokens for every row; ``None`` if k is 0."""

@@ -20,7 +20,7 @@ from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..models.compiled import CompiledForwards
 from ..models.layers import arrays_of
-from ..models.runner import ModelRunner
+from ..models.runner import ModelRows, ModelRunner
 from ..parallel import Ranks
 from ..request import Request
 from ..sampling_params import SamplingParams
@@ -180,10 +180,10 @@ def measure_forwards(
         hidden = rows.hidden
         mx.eval(hidden)  # else the first round that reads it computes the forward
     try:
-        runs[0] = _Drafting(target, drafter, num_rows, hidden, proposed).propose
+        runs[0] = _Drafting(rows, drafter, num_rows, hidden, proposed).propose
         seconds[0] = watch.settled(runs[0], 2 * plain)
         if hidden is not None and proposed > 1:
-            alone = _Drafting(target, drafter, num_rows, hidden[:, :2], 1)
+            alone = _Drafting(rows, drafter, num_rows, hidden[:, :2], 1)
             runs[-1] = alone.propose
             seconds[-1] = watch.settled(runs[-1], 2 * plain)
         for s in VERIFIED[1:]:
@@ -249,19 +249,21 @@ class _Drafting:
     """Rows of a drafter that go through rounds without a target.
 
     Args:
+        target: as many rows of the target.
         hidden: the target's hidden states of a round, if the drafter reads them.
         num_tokens: tokens proposed in a round.
     """
 
     def __init__(
         self,
-        target: ModelRunner,
+        target: ModelRows,
         drafter: Drafter,
         num_rows: int,
         hidden: mx.array | None,
         num_tokens: int,
     ):
-        tokens, params = SpreadTokens(target.vocab_size), SamplingParams()
+        vocab_size = target.runner.vocab_size
+        tokens, params = SpreadTokens(vocab_size), SamplingParams()
         recent = tokens.next(num_rows, 2)
         # Each row has a prompt of one token, and a newest token after it.
         prompts: Any = recent[:, :1].tolist()
@@ -269,7 +271,8 @@ class _Drafting:
             Request(i, "", tuple(prompt), params, frozenset())
             for i, prompt in enumerate(prompts)
         ]
-        self._rules = Verifier.of(requests, target.vocab_size)
+        self._rules = Verifier.of(requests, vocab_size)
+        self._target = target
         most = requests[0].max_length
         self._rows = drafter.rows(prompts, max_length=most)
         for _ in self._rows.prefill():
@@ -285,7 +288,12 @@ class _Drafting:
         draws = self._rules.draws(self._length, self._num_tokens + 1)
         rules, rows = self._rules, (self._recent, self._active)
         round_ = Round(
-            self._num_tokens, *rows, rules.sampling, draws, lengths=self._length
+            self._num_tokens,
+            *rows,
+            rules.sampling,
+            draws,
+            lengths=self._length,
+            target=self._target,
         )
         proposals = vetted(self._rows, round_, self._rows.propose(round_))
         proposed = proposals.tokens

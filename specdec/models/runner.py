@@ -126,7 +126,11 @@ class ModelRunner:
         return caches
 
     def recording(
-        self, layers: Sequence[int], beside: ModelRunner | None = None
+        self,
+        layers: Sequence[int],
+        beside: ModelRunner | None = None,
+        *,
+        whole: bool = True,
     ) -> ModelRunner:
         """A runner that also gives the outputs of some layers.
 
@@ -138,6 +142,8 @@ class ModelRunner:
             layers: counted from 0, or from the last with -1, -2, ... With none, this
                 runner is returned.
             beside: the draft head, whose caches have an entry for each token.
+            whole: whether outputs for whole prompts are needed; otherwise those for
+                each prompt's last token are enough, and prefixes are reused.
 
         Raises:
             UnsupportedModelError: the model has no such layer, or layers of its
@@ -145,7 +151,7 @@ class ModelRunner:
         """
         if not layers:
             return self
-        runner = self.without_prefixes()
+        runner = self.without_prefixes() if whole else copy.copy(self)
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
         runner._twins = twins_within(runner.model)
         caches = make_batch_caches(self.model, 1, self.options, self.name)
@@ -456,6 +462,14 @@ class ModelRows:
         self.done = [d + n for d, n in zip(self.done, lengths, strict=True)]
         maybe_quantize(self._caches, self.runner.options, max(self.done, default=0))
         return found
+
+    def kept(self, place: int) -> tuple[Any, tuple[Any, Any, mx.array]]:
+        """The cache at a place, and what its rows' last tokens attend to.
+
+        See :meth:`specdec.cache.core.CacheCore.kept`.
+        """
+        cache = self._caches[place]
+        return cache, cache.kept()
 
     def checkpoint(self) -> None:
         """Let the next trim take back whatever is written from now on."""

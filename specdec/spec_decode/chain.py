@@ -45,6 +45,7 @@ class ChainDrafter(Drafter):
         self.vocabulary_share = second.vocabulary_share
         reading = [d for d in (first, second) if d.hidden_layers]
         self.context = reading[0].context if len(reading) == 1 else None
+        self.reads_prompts = any(d.reads_prompts for d in reading)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         first, second = (

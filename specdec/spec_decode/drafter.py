@@ -90,6 +90,8 @@ class Round:
             them.
         lengths: committed tokens of every row, the prompt included, shape (B,).
         grammar: what the rows' grammars allow; ``None`` if no row has one.
+        target: the target's caches, for drafters that attend to its keys and values.
+            They hold all committed tokens of a row but the newest.
     """
 
     num_draft_tokens: int
@@ -101,6 +103,7 @@ class Round:
     given: Proposals | None = None
     lengths: mx.array = field(kw_only=True)
     grammar: GrammarMasks | None = field(default=None, kw_only=True)
+    target: ModelRows | None = field(default=None, kw_only=True)
 
     @property
     def tail(self) -> mx.array:
@@ -310,9 +313,13 @@ class Drafter(ABC):
     #: one with -1, -2, ...
     hidden_layers: tuple[int, ...] = ()
 
+    #: Whether it reads the hidden states of whole prompts; otherwise those of each
+    #: prompt's last token are enough, and the others may be left out.
+    reads_prompts: bool = True
+
     #: Runs a model with one cache entry for each token whose hidden states were
     #: observed. Its entries are stored with prefixes of prompts; with ``None``, a
-    #: drafter that reads hidden states has no prefixes reused.
+    #: drafter that reads hidden states of whole prompts has no prefixes reused.
     context: ModelRunner | None = None
 
     #: The share of the target's tokens that it can propose, 0 to 1; ``None``: all.

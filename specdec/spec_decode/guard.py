@@ -65,6 +65,7 @@ class _Guarded(Drafter):
         self.context_length = drafter.context_length
         self.hidden_layers = drafter.hidden_layers
         self.context = drafter.context
+        self.reads_prompts = drafter.reads_prompts
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..cache import put_rows
 from ..models.draft_heads import BlockHead, DraftHead
+from ..models.draft_heads.layers import HeadAttention
 from ..models.runner import ModelRows, ModelRunner
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .rejection_sampler import Accepted
@@ -31,7 +32,7 @@ class HeadDrafter(Drafter):
 
     Attributes:
         hidden_layers: layers of the target that the head reads.
-        context: runs the head.
+        context: runs the head; ``None`` for one without caches.
         max_proposals: tokens of a block; ``None`` for a head that proposes in steps.
     """
 
@@ -49,7 +50,8 @@ class HeadDrafter(Drafter):
         head: Any = runner.model
         self.head: DraftHead = head
         self.hidden_layers = self.head.args.target_layers
-        self.context = runner
+        self.reads_prompts = self.head.reads_prompts
+        self.context = runner if self.reads_prompts else None
         self.max_round = max_draft_tokens + 1
         self.max_proposals = self.head.max_proposals
         self._least_computed = 0
@@ -65,7 +67,9 @@ class HeadDrafter(Drafter):
         """
         return max(k, self._least_computed)
 
-    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
+        if not self.reads_prompts:
+            return AssistantRows(self, len(prompts))
         known = [p[:-1] for p in prompts]
         rows = self.runner.rows(
             known, max_round=self.max_round, max_length=max_length, reuses=False
@@ -75,7 +79,105 @@ class HeadDrafter(Drafter):
         return (ParallelRows if self.head.at_once else ChainedRows)(self, rows)
 
 
-class HeadRows(DraftRows):
+class StateRows(DraftRows):
+    """Rows that keep a head's state, from which proposing starts.
+
+    Args:
+        drafter: the drafter that they belong to.
+        num_rows: B.
+        size: width of a state.
+    """
+
+    def __init__(self, drafter: HeadDrafter, num_rows: int, size: int):
+        self._drafter = drafter
+        # The head's output for each row's last token, if it has any, shape (B, 1, D).
+        self._state = mx.zeros((num_rows, 1, size))
+
+    def _keep(self, given: mx.array | None, kept: mx.array) -> None:
+        """Keep the head's output for the last of each row's new tokens.
+
+        Args:
+            given: the head's output for all new tokens; ``None`` if it has none.
+            kept: how many new tokens each row keeps, shape (B,).
+        """
+        if given is None:
+            return
+        last = mx.maximum(kept - 1, 0)[:, None, None]
+        new = mx.take_along_axis(given, last, axis=1)
+        state = self._state.astype(new.dtype)
+        self._state = mx.where((kept > 0)[:, None, None], new, state)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        self._state = self._state[mx.array(list(rows), mx.int32)]
+
+    @property
+    def nbytes(self) -> int:
+        return self._state.nbytes
+
+    def extend(self, other: StateRows) -> None:
+        self._state = mx.concatenate([self._state, other._state])
+
+    def place(self, rows: Sequence[int], other: StateRows, num_rows: int) -> None:
+        self._state = put_rows(self._state, rows, other._state)
+
+
+@ours
+class AssistantRows(StateRows):
+    """Rows of a head without caches, which attends to the target's."""
+
+    def __init__(self, drafter: HeadDrafter, num_rows: int):
+        super().__init__(drafter, num_rows, drafter.head.args.target_size)
+
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
+        """Keep the state of the last token of a chunk of the prompts."""
+        kept = mx.array(list(lengths))
+        self._keep(self._drafter.head.absorb(hidden, following, []), kept)
+        mx.async_eval(self._state)
+
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        """Keep the target's state at the last token that its caches hold."""
+        assert accepted.hidden is not None
+        head = self._drafter.head
+        self._keep(head.absorb(accepted.hidden, accepted.chosen, []), accepted.kept)
+        if not round_.num_draft_tokens:
+            mx.async_eval(self._state)
+
+    def propose(self, round_: Round) -> Proposals:
+        """Choose k tokens per row, each fed back with the state of the step before."""
+        head: Any = self._drafter.head
+        newest, state, target = round_.recent[:, -1:], self._state, round_.target
+        assert target is not None
+        position = mx.maximum(target.offset - 1, 0)
+        each = {place: target.kept(place) for place in set(head.places)}
+
+        def attending(place: int) -> Any:
+            cache, (keys, values, mask) = each[place]
+
+            def attend(attention: HeadAttention, x: mx.array, q: mx.array) -> mx.array:
+                return attention.attend(x, q, keys, values, mask, cache)
+
+            return attend
+
+        attends = [attending(place) for place in head.places]
+        output: mx.array | None = None
+
+        def logits_after(proposed: Sequence[mx.array]) -> mx.array:
+            nonlocal output, state
+            if output is not None:
+                state = head.following_state(output)
+            before = proposed[-1] if proposed else newest
+            output = head.output(before, state, position, attends)
+            logits: mx.array = head.predict(output)
+            return logits[..., : self._drafter.vocab_size]
+
+        tokens, drawn_from = round_.choose_each(round_.num_draft_tokens, logits_after)
+        inputs = mx.concatenate([newest, *tokens], axis=1)
+        return Proposals.within(inputs, drawn_from)
+
+
+class HeadRows(StateRows):
     """Rows of a draft head: their context, and the state that proposing starts from.
 
     Args:
@@ -84,11 +186,8 @@ class HeadRows(DraftRows):
     """
 
     def __init__(self, drafter: HeadDrafter, rows: ModelRows):
-        self._drafter = drafter
+        super().__init__(drafter, rows.num_rows, drafter.head.args.sizes.hidden_size)
         self._rows = rows
-        size = drafter.head.args.sizes.hidden_size
-        # The head's output for each row's last entry, if it has any, shape (B, 1, D).
-        self._state = mx.zeros((rows.num_rows, 1, size))
 
     @property
     def context(self) -> ModelRows:
@@ -102,20 +201,6 @@ class HeadRows(DraftRows):
         given = self._rows.call("absorb", hidden, following, lengths=lengths)
         self._keep(given, mx.array(list(lengths)))
         self._evaluate()
-
-    def _keep(self, given: mx.array | None, kept: mx.array) -> None:
-        """Keep the head's output for the last of each row's new entries.
-
-        Args:
-            given: the head's output for all new entries; ``None`` if it has none.
-            kept: how many new entries each row keeps, shape (B,).
-        """
-        if given is None:
-            return
-        last = mx.maximum(kept - 1, 0)[:, None, None]
-        new = mx.take_along_axis(given, last, axis=1)
-        state = self._state.astype(new.dtype)
-        self._state = mx.where((kept > 0)[:, None, None], new, state)
 
     def _evaluate(self) -> None:
         """Start computing what was written, so that graphs do not grow."""
@@ -143,7 +228,7 @@ class HeadRows(DraftRows):
 
     def filter(self, rows: Sequence[int]) -> None:
         self._rows.filter(rows)
-        self._state = self._state[mx.array(list(rows), mx.int32)]
+        super().filter(rows)
 
     @property
     def new_shapes(self) -> int:
@@ -151,15 +236,17 @@ class HeadRows(DraftRows):
 
     @property
     def nbytes(self) -> int:
-        return self._rows.nbytes + self._state.nbytes
+        return self._rows.nbytes + super().nbytes
 
-    def extend(self, other: HeadRows) -> None:
+    def extend(self, other: StateRows) -> None:
+        assert isinstance(other, HeadRows)
         self._rows.extend(other._rows)
-        self._state = mx.concatenate([self._state, other._state])
+        super().extend(other)
 
-    def place(self, rows: Sequence[int], other: HeadRows, num_rows: int) -> None:
+    def place(self, rows: Sequence[int], other: StateRows, num_rows: int) -> None:
+        assert isinstance(other, HeadRows)
         self._rows.place(rows, other._rows)
-        self._state = put_rows(self._state, rows, other._state)
+        super().place(rows, other, num_rows)
 
     def reset(self, rows: Sequence[int]) -> None:
         self._rows.reset(rows)

@@ -31,6 +31,7 @@ from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     ChainDrafter,
+    DraftRows,
     NgramDrafter,
     NgramOptions,
     Proposals,
@@ -126,13 +127,19 @@ class Noted:
 
     Args:
         whole: prompts, with what follows them.
+        kinds: the classes of rows.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, whole: Sequence[list[int]]):
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        whole: Sequence[list[int]],
+        *kinds: type[DraftRows],
+    ):
         self.whole = whole
         #: Texts that a row may have had, and what it proposed.
         self.found: list[tuple[list[list[int]], list[int]]] = []
-        for kind in (BlockRows, ChainedRows):
+        for kind in kinds or (BlockRows, ChainedRows):
             patch.setattr(kind, "propose", self.noting(kind.propose))
 
     def noting(self, usual: Callable[..., Proposals]) -> Callable[..., Proposals]:
@@ -565,7 +572,7 @@ def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
             runner, drafter, 2, max_draft_tokens=K, budget_seconds=0.05
         )
         assert forwards.draft_step + forwards.draft_once > 0
-        rows = drafter.rows([[1, 2, 3], [4]], max_length=40)
+        rows: Any = drafter.rows([[1, 2, 3], [4]], max_length=40)
         hidden = mx.zeros((2, 1, 32 * len(READS)), mx.bfloat16)
         rows.observe(hidden, mx.array([[5], [6]]), [1, 1])
         for cache in rows.context._caches:

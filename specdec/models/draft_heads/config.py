@@ -78,6 +78,8 @@ _HEAD: dict[str, Any] = {
     "input_embedding_scale?": (*_NUMBER, None),
     "projector_type?": (str, None),
     "speculators_config?": (dict, None),
+    "num_centroids?": (int, None),
+    "centroid_intermediate_top_k?": (int, None),
 }
 _PARTS = ("dflash_config", "eagle_config")
 
@@ -159,6 +161,16 @@ class HeadConfig:
     mask_token: int | None = None
     owns_embedding: bool = False
     owns_head: bool = False
+
+    @property
+    def lent_width(self) -> int:
+        """Width of what it takes from the target."""
+        own = self.owns_embedding and self.owns_head
+        return self.target_size if own else self.sizes.hidden_size
+
+    def completed(self, num_layers: int) -> HeadConfig:
+        """It, with what the number of the target's layers decides."""
+        return self
 
     def make(self) -> DraftHead:
         """A head of this configuration with weights of any values, without a target."""

@@ -6,7 +6,7 @@ The layers' output is the feature of the next pair until the target's is known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -32,6 +32,12 @@ class EagleConfig(HeadConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+
+    def completed(self, num_layers: int) -> HeadConfig:
+        """Without a list, it reads three layers spread over the target."""
+        if self.target_layers:
+            return self
+        return replace(self, target_layers=default_eagle_layers(num_layers))
 
     def make(self) -> DraftHead:
         """An EAGLE-3 head."""

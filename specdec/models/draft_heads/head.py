@@ -25,6 +25,9 @@ class DraftHead(nn.Module):
 
     #: Whether a context entry also reads the token after its own.
     reads_following = False
+    #: Whether it reads the target's states of whole prompts; otherwise only those of
+    #: each prompt's last token, and it attends to the target's keys and values.
+    reads_prompts = True
     #: Whether one forward gives all proposals; otherwise each takes a step.
     at_once = False
     #: The most tokens that it can propose in a round; ``None``: any number.

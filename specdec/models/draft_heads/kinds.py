@@ -8,6 +8,7 @@ from typing import Any
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.data_files import DataError
 from ...utils.printable import quoted
+from .assistant import assistant_config
 from .block import block_config
 from .config import HeadConfig, Published
 from .dflash2 import dflash2_config
@@ -30,6 +31,8 @@ KINDS: dict[str, Callable[[Published], HeadConfig]] = {
     "dspark": block_config,
     "Gemma4DSparkModel": gemma_block_config,
     "Qwen35DSparkModel": qwen35_block_config,
+    "gemma4_assistant": assistant_config,
+    "gemma4_unified_assistant": assistant_config,
     "MuseGlimmerAssistantModel": muse_config,
     "muse_glimmer_assistant": muse_config,
     "LlamaForCausalLMEagle3": eagle_config,

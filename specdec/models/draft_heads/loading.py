@@ -21,7 +21,6 @@ from ..precision import cast
 from ..trunk import TargetEnds
 from .block import BlockConfig
 from .config import HeadConfig
-from .eagle import EagleConfig, default_eagle_layers
 from .head import DraftHead
 from .kinds import head_config, is_head
 from .weights import fill, read_arrays
@@ -212,14 +211,11 @@ def _fitted(
         config = replace(config, vocab_size=vocab_size, draft_vocab_size=vocab_size)
     if config.num_target_layers not in (None, layers):
         raise refuse(f"of {config.num_target_layers} layers", f"{layers}")
-    if isinstance(config, EagleConfig) and not config.target_layers:
-        config = replace(config, target_layers=default_eagle_layers(layers))
+    config = config.completed(layers)
     wrong = [i for i in config.target_layers if not 0 <= i < layers]
     if wrong:
         raise refuse(f"with a layer {wrong[0]}", f"{layers} layers")
-    lent = not (config.owns_embedding and config.owns_head)
-    size = config.sizes.hidden_size if lent else config.target_size
-    for wanted in (config.target_size, size):
+    for wanted in (config.target_size, config.lent_width):
         if wanted != width:
             raise refuse(f"of width {wanted}", f"{width}")
     if config.vocab_size != vocab_size:

@@ -142,6 +142,78 @@ def muse_config(**changes: Any) -> dict[str, Any]:
     return {n: v for n, v in config.items() if n not in left_out} | changes
 
 
+def assistant_config(ordered: bool = False, **changes: Any) -> dict[str, Any]:
+    """As Google's assistants of Gemma 4 are, for a target of these sizes."""
+    text = gemma_config(
+        architectures=None,
+        hidden_size=24,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        num_kv_shared_layers=3,
+        sliding_window=8,
+        attention_k_eq_v=False,
+        vocab_size=96 if ordered else VOCAB,
+    )
+    del text["num_target_layers"]
+    text["rope_parameters"]["sliding_attention"] = {
+        "rope_theta": 10000.0, "rope_type": "default",
+    }  # fmt: skip
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": WIDTH,
+        "use_ordered_embeddings": ordered,
+        "num_centroids": 12,
+        "centroid_intermediate_top_k": 3,
+        "tie_word_embeddings": True,
+        "text_config": text | changes,
+    }
+
+
+def assistant_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
+    """All arrays of an assistant."""
+    text, rng = config["text_config"], np.random.default_rng(seed)
+    size, wide, vocab = (
+        text["hidden_size"],
+        text["intermediate_size"],
+        text["vocab_size"],
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, size),
+        "model.norm.weight": (size,),
+        "pre_projection.weight": (size, 2 * config["backbone_hidden_size"]),
+        "post_projection.weight": (config["backbone_hidden_size"], size),
+    }
+    for i, kind in enumerate(text["layer_types"]):
+        at = f"model.layers.{i}."
+        head = text["head_dim" if kind == "sliding_attention" else "global_head_dim"]
+        shapes |= {
+            at + "input_layernorm.weight": (size,),
+            at + "post_attention_layernorm.weight": (size,),
+            at + "pre_feedforward_layernorm.weight": (size,),
+            at + "post_feedforward_layernorm.weight": (size,),
+            at + "layer_scalar": (1,),
+            at + "self_attn.q_proj.weight": (4 * head, size),
+            at + "self_attn.q_norm.weight": (head,),
+            at + "self_attn.o_proj.weight": (size, 4 * head),
+            at + "mlp.gate_proj.weight": (wide, size),
+            at + "mlp.up_proj.weight": (wide, size),
+            at + "mlp.down_proj.weight": (size, wide),
+        }
+    if config["use_ordered_embeddings"]:
+        shapes["masked_embedding.centroids.weight"] = (12, size)
+    weights = {
+        name: rng.uniform(0.5, 1.5, shape)
+        if len(shape) == 1
+        else rng.normal(size=shape) * 2 * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    weights = {name: array.astype(np.float32) for name, array in weights.items()}
+    if config["use_ordered_embeddings"]:
+        weights["masked_embedding.token_ordering"] = rng.permutation(vocab)
+    return weights
+
+
 def gemma_config(**changes: Any) -> dict[str, Any]:
     """As DeepSeek's head for Gemma 4 is: a copy of the target's, mostly."""
     config = dspark_config(
@@ -349,7 +421,8 @@ def write_head(
 ) -> dict[str, Array]:
     """Write a random head; its weights, by their published names."""
     path.mkdir(parents=True, exist_ok=True)
-    weights = random_weights(config, seed)
+    made = assistant_weights if "text_config" in config else random_weights
+    weights = made(config, seed)
     (path / "config.json").write_text(json.dumps(config), "utf-8")
     arrays = {prefix + name: mx.array(a) for name, a in weights.items()}
     mx.save_safetensors(str(path / "model.safetensors"), arrays)
@@ -679,3 +752,54 @@ def eagle_outputs(
         if at + "input_layernorm.weight" in w:
             x = norm(h, w[at + "input_layernorm.weight"])
     return h
+
+
+def assistant_chain(
+    w: dict[str, Array],
+    config: dict[str, Any],
+    embedded: Any,
+    newest: int,
+    state: Array,
+    held: dict[str, tuple[Array, Array]],
+    num_tokens: int,
+) -> list[int]:
+    """Greedy proposals of an assistant.
+
+    Args:
+        embedded: gives the target's embedding of a token, (H,).
+        newest: the newest token.
+        state: the target's state after its last norm at the token before it, (H,).
+        held: keys and values (n, h, d) of all tokens but the newest, by kind of layer.
+    """
+    w = {name.removeprefix("model."): array for name, array in w.items()}
+    text = config["text_config"]
+    proposed: list[int] = []
+    for _ in range(num_tokens):
+        token = proposed[-1] if proposed else newest
+        x = (
+            np.concatenate([embedded(token), state])[None]
+            @ w["pre_projection.weight"].T
+        )
+        for i, kind in enumerate(text["layer_types"]):
+            at = f"layers.{i}."
+            keys, values = held[kind]
+            n, d = len(keys), keys.shape[-1]
+            y = norm(x, w[at + "input_layernorm.weight"])
+            q = (y @ w[at + "self_attn.q_proj.weight"].T).reshape(1, -1, d)
+            q = norm(q, w[at + "self_attn.q_norm.weight"])
+            here = np.array([n - 1])
+            sliding = kind == "sliding_attention"
+            q = gemma_turned(q, here, 1e4 if sliding else 1e6, 1 if sliding else 0.25)
+            first = max(n - text["sliding_window"], 0) if sliding else 0
+            seen = (np.arange(n) >= first)[None]
+            x = gemma_layer(x, attention(q, keys, values, seen, scale=1.0), w, at)
+        o = norm(x, w["norm.weight"])[0]
+        logits = w["embed_tokens.weight"] @ o
+        if "masked_embedding.centroids.weight" in w:
+            best = np.argsort(-(w["masked_embedding.centroids.weight"] @ o))[:3]
+            groups = w["masked_embedding.token_ordering"].reshape(12, -1)
+            shown = np.isin(np.arange(len(logits)), groups[best])
+            logits = np.where(shown, logits, -np.inf)
+        proposed.append(int(logits.argmax()))
+        state = w["post_projection.weight"] @ o
+    return proposed
