@@ -16,6 +16,7 @@ import click
 from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..errors import MemoryLimitError, PromptError
 from ..prompts import templates
+from ..prompts.images import read_file
 from ..utils.data_files import HALVES, json_text
 from . import options
 from .output import note_products, noted_if_slow, show, show_error, show_warnings
@@ -30,6 +31,7 @@ _HELP = """\
 /system TEXT   a system prompt from now on; without TEXT, none
 /save FILE     write the conversation, as JSON that --prompts reads
 /stats         tokens per second and acceptance so far
+/image FILE    an image that goes with the next message
 /clear         forget the conversation
 /exit          end, as Ctrl-D does
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
@@ -113,6 +115,8 @@ class _Talk:
     params: SamplingParams
     system: str | None
     messages: list[dict[str, Any]] = field(default_factory=list)
+    #: Files of images that go with the next message.
+    images: list[str] = field(default_factory=list)
     over: bool = False
     answers: int = 0
     tokens: int = 0
@@ -135,6 +139,8 @@ class _Talk:
             self.system = rest or None
         elif command == "/clear":
             self.messages.clear()
+        elif command == "/image":
+            self._attach(rest)
         elif command == "/stats":
             show(self.figures if self.answers else "nothing was answered yet", err=True)
         elif command == "/save":
@@ -151,7 +157,12 @@ class _Talk:
         return [*([system] if self.system else []), *self.messages]
 
     def _ask(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
+        content: str | list[dict[str, str]] = text
+        if self.images:
+            content = [{"type": "image", "image": name} for name in self.images]
+            content.append({"type": "text", "text": text})
+            self.images.clear()
+        self.messages.append({"role": "user", "content": content})
         try:
             answer = self._answer()
         except (PromptError, MemoryLimitError) as error:
@@ -162,6 +173,19 @@ class _Talk:
             self.messages.append(answer)
         else:
             self.messages.pop()
+
+    def _attach(self, name: str) -> None:
+        """Send an image with the next message."""
+        limit = self.decoder.prompt_limit
+        try:
+            if isinstance(limit.images, str):
+                raise PromptError(limit.images)
+            image = read_file(name)
+        except PromptError as error:
+            show_error(str(error) if name else "/image needs the name of a file")
+        else:
+            self.images.append(name)
+            show(f"{image.width} x {image.height}, with the next message", err=True)
 
     def _answer(self) -> dict[str, Any]:
         """Show an answer while it is generated; return it as a message."""

@@ -21,6 +21,7 @@ from ..config import (
 from ..errors import PromptFileError, RankError
 from ..parallel import launched_rank
 from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
+from ..prompts.images import read_file
 from ..sampling_params import SamplingParams, per_prompt
 from ..utils.ctrl_c import INTERRUPTED
 from ..utils.printable import counted, one_line
@@ -112,6 +113,12 @@ _PATIENCE = 2.0
     help="A prompt; repeat it for more. Text piped to standard input is appended to "
     "each. '-' reads a prompt from standard input.",
 )
+@options.file(
+    "--image",
+    "images",
+    multiple=True,
+    help="An image that stands before the text of each prompt; repeat it for more.",
+)
 @options.prompts(
     help="File of prompts, one per line: text, or a JSON object with prompt, "
     "question, messages or turns (each sent after the answer to the one before) and "
@@ -163,6 +170,7 @@ def run(
     encoding: Encoding,
     chat_template: str | None,
     texts: tuple[str, ...],
+    images: tuple[str, ...],
     file: str | None,
     tensor_parallel: int | None,
     output_file: str | None,
@@ -191,7 +199,7 @@ def run(
                 "out"
             )
         models.loading["chat_template"] = read_text(chat_template)
-    records = _collect(texts, file, quiet=quiet)
+    records = _with_images(_collect(texts, file, quiet=quiet), images)
     requests = requests_of(records, params)
     if not quiet:
         _note_what_does_nothing(models.draft, requests)
@@ -438,6 +446,36 @@ def _collect(
             "specdec chat talks"
         )
     return read_records("-")
+
+
+def _with_images(
+    records: list[PromptRecord], files: Sequence[str]
+) -> list[PromptRecord]:
+    """The prompts, with the images of ``--image`` before each text.
+
+    Raises:
+        PromptError: an image cannot be read; the message names its file.
+        click.UsageError: a prompt consists of messages, which have images themselves.
+    """
+    if not files:
+        return records
+    images = [{"type": "image", "image": read_file(name)} for name in files]
+    if not all(isinstance(record.prompt, str) for record in records):
+        raise click.UsageError(
+            "--image goes with prompts of one text: put images into the messages"
+        )
+    return [
+        replace(
+            record,
+            prompt=[
+                {
+                    "role": "user",
+                    "content": [*images, {"type": "text", "text": record.prompt}],
+                }
+            ],
+        )
+        for record in records
+    ]
 
 
 def _typed(text: str) -> PromptRecord:

@@ -360,14 +360,19 @@ def _as_before() -> Iterator[None]:
 
     It lets ``AutoProcessor`` run a model's own code, and sets how much is logged.
     """
-    from transformers import AutoProcessor
-
     environment = dict(os.environ)
-    usual = vars(AutoProcessor)["from_pretrained"]
+    # It advises to install PyTorch.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    from transformers import AutoProcessor
+    from transformers.utils import logging
+
+    usual, verbosity = vars(AutoProcessor)["from_pretrained"], logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
         AutoProcessor.from_pretrained = usual
+        logging.set_verbosity(verbosity)
         for key in ("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
             os.environ.pop(key, None)
             if key in environment:

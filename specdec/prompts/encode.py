@@ -256,7 +256,10 @@ def encode(
                 else "this tokenizer has none: give the prompt as a string"
             )
         )
-    return render(check_messages(prompt, limit, pictures))
+    messages = check_messages(prompt, limit, pictures)
+    if pictures and isinstance(limit.images, str):
+        raise PromptError(limit.images)
+    return render(messages)
 
 
 def _with_images(
@@ -267,8 +270,7 @@ def _with_images(
 ) -> EncodedPrompt:
     """Replace each marker that the template wrote by the tokens of its image."""
     encoder = limit.images
-    if isinstance(encoder, str):
-        raise PromptError(encoder)
+    assert not isinstance(encoder, str)
     marker = encoder.marker_token
     if token_ids.count(marker) != len(pictures):
         raise PromptError(

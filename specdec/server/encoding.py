@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -99,7 +99,7 @@ def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
     written = f"{tokenizer.think_end}\n\n{begun}" if thinks else begun
     more = tokenizer.encode(written, add_special_tokens=False)
     text, token_ids = prompt.text + written, (*prompt.token_ids, *more)
-    return Encoded(EncodedPrompt(text, token_ids), begun=begun)
+    return Encoded(replace(prompt, text=text, token_ids=token_ids), begun=begun)
 
 
 def _thinks(

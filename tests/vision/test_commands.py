@@ -1,0 +1,66 @@
+"""Images on the command line: ``run --image``, messages in files, and ``/image``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import PIL.Image
+import pytest
+from click.testing import CliRunner, Result
+
+from specdec.cli import main
+
+from .folders import random_image, write_vision_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("commands")
+    write_vision_folder(path / "model", "mistral3")
+    PIL.Image.fromarray(random_image(60, 40).pixels).save(path / "a.png")
+    return path
+
+
+def command(folder: Path, *arguments: str, typed: str | None = None) -> Result:
+    target = ("--target", str(folder / "model"), "--dtype", "float32")
+    words = [arguments[0], *target, *arguments[1:]]
+    return CliRunner().invoke(main, words, input=typed)
+
+
+def test_one_image_in_an_option_and_in_a_file(folder: Path) -> None:
+    """The image is lost on one of the ways, or stands behind the text."""
+    image = str(folder / "a.png")
+    words = ("run", "--prompt", "what", "-m", "8")
+    shown = command(folder, *words, "--image", image)
+    assert shown.exit_code == 0, shown.stderr
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "what"}]
+    file = folder / "p.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    of_file = command(folder, "run", "--prompts", str(file), "-m", "8")
+    assert of_file.stdout == shown.stdout
+    assert command(folder, *words).stdout != shown.stdout
+    both = command(folder, "run", "--prompts", str(file), "--image", image)
+    assert "put images into the messages" in both.stderr
+
+
+def test_an_image_that_is_not_there(folder: Path) -> None:
+    """A traceback, or a prompt that is decoded without its image."""
+    shown = command(folder, "run", "--prompt", "what", "--image", str(folder / "b"))
+    assert shown.exit_code != 0
+    assert "No such file" in shown.stderr
+
+
+def test_a_chat_about_an_image(folder: Path) -> None:
+    """The image goes with every message after it, or with none."""
+    lines = [
+        f"/image {folder / 'a.png'}",
+        "what",
+        f"/save {folder / 'chat.json'}",
+        "/image nothing",
+    ]
+    shown = command(folder, "chat", "-m", "8", typed="\n".join(lines) + "\n")
+    assert "60 x 40, with the next message" in shown.stderr
+    assert "nothing: No such file" in shown.stderr
+    messages = json.loads((folder / "chat.json").read_text())["messages"]
+    assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
