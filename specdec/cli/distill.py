@@ -53,7 +53,7 @@ def _minutes(name: str, text: str) -> options.Option:
 )
 @click.option(
     "--form",
-    type=click.Choice(["dspark", "dflash"]),
+    type=click.Choice(["dspark", "dflash", "dflash2"]),
     default="dspark",
     show_default=True,
     help="Which published form of a block head to make.",

@@ -127,15 +127,18 @@ class BlockHead(DraftHead):
         masks = mx.full((anchor.shape[0], width - 1), self.args.mask_token, mx.int32)
         return mx.concatenate([anchor, masks], axis=1)
 
-    def states(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Normed states (B, b, D) of a block (B, b), which is written to the caches."""
+    def slots(self, tokens: mx.array) -> mx.array:
+        """What the layers are given for a block (B, b), shape (B, b, D)."""
         scale = self.args.embedding_scale
         x = self.embed(tokens, raw=self.args.raw_embedding)
         if "mask_embedding" in self:
             masked = (tokens == self.args.mask_token)[..., None]
             x = mx.where(masked, self.mask_embedding.astype(x.dtype), x)
-        if scale != 1:
-            x = x * scale
+        return x if scale == 1 else x * scale
+
+    def states(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Normed states (B, b, D) of a block (B, b), which is written to the caches."""
+        x = self.slots(tokens)
         width = tokens.shape[1]
         for layer, cache, causal in zip(
             self.layers, caches, self.args.causal, strict=True
@@ -162,6 +165,26 @@ class BlockHead(DraftHead):
     def in_order(self) -> bool:
         """Whether a slot's logits depend on the tokens chosen before it."""
         return "markov_head" in self
+
+    @property
+    def bias_matrix(self) -> mx.array | None:
+        """The matrix (V, r) of a bias by the token before; ``None``: there is none."""
+        if "markov_head" not in self:
+            return None
+        weight: mx.array = self.markov_head.markov_w2.weight
+        return weight
+
+    def bias_input(self, before: mx.array, states: mx.array) -> mx.array:
+        """What :attr:`bias_matrix` multiplies, (N, r), in float32, to train it.
+
+        A token's gradient is a sum over all its occurrences.
+
+        Args:
+            before: the tokens before, shape (N,).
+            states: of the slots, shape (N, D).
+        """
+        known: mx.array = self.markov_head.markov_w1.weight
+        return known.astype(mx.float32)[before]
 
     def walk(self, states: mx.array, anchor: mx.array) -> Walk:
         """Logits of the target's tokens, slot after slot.

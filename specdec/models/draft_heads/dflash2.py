@@ -149,6 +149,31 @@ class DFlash2Head(BlockHead):
     def _layer(self, config: Any) -> HeadLayer:
         return ConvolvedLayer(config)
 
+    def begin_as_dflash(self) -> None:
+        """Let convolutions pass their input on, and let the selector add nothing."""
+        for layer in self.layers:
+            for part in (layer.attention_conv, layer.mlp_conv):
+                kernel = part.kernel_projection
+                kernel.weight = mx.zeros_like(kernel.weight)
+                base = mx.zeros_like(part.base_kernel)
+                base[:, 0] = 1
+                part.base_kernel = base
+        selector = self.candidate_selector
+        codebook = selector.successor_codebook
+        selector.successor_codebook = mx.zeros_like(codebook)
+
+    @property
+    def bias_matrix(self) -> mx.array:
+        """The successors' codebook: training scores all tokens, not candidates."""
+        codebook: mx.array = self.candidate_selector.successor_codebook
+        return codebook
+
+    def bias_input(self, before: mx.array, states: mx.array) -> mx.array:
+        """See :meth:`BlockHead.bias_input`."""
+        part = self.candidate_selector
+        known: mx.array = part.predecessor_codebook.astype(mx.float32)[before]
+        return known * part.hidden_projection(states)
+
     @property
     def in_order(self) -> bool:
         """Each token depends on the one chosen before it."""

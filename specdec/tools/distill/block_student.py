@@ -10,6 +10,7 @@ text. The mask lets each block see the tokens before its anchor, and itself:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -24,6 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ...models.draft_heads import BlockConfig, BlockHead
 from ...models.draft_heads.config import spread_layers
+from ...models.draft_heads.dflash2 import DFlash2Head
 from ...models.draft_heads.kinds import head_config
 from ...models.draft_heads.layers import HeadAttention
 from ...models.draft_heads.loading import make_head
@@ -45,6 +47,8 @@ _FEWEST_FEATURES = 3
 # Rank of the Markov head: the width over the first number, at most the second, which is
 # the published heads' rank.
 _WIDTH_OF_RANK, _LARGEST_RANK = 8, 256
+# Channels of a group and candidates of DFlash 2, as in published heads.
+_LARGEST_GROUP, _CANDIDATES = 16, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +80,8 @@ class BlockStudent(Student):
 
     @property
     def bias_head(self) -> mx.array | None:
-        """The Markov head's second matrix."""
-        if not self.head.args.markov_rank:
-            return None
-        weight: mx.array = self.head.markov_head.markov_w2.weight
-        return weight
+        """The matrix of the bias by the token before."""
+        return self.head.bias_matrix
 
     @property
     def stored_prefix(self) -> str:
@@ -128,16 +129,15 @@ class BlockStudent(Student):
         """
         head = self.head
         first = mx.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
-        block = self.ends.embed(head.inputs(first, head.args.block_size))
+        embed = self.ends.rows if head.args.raw_embedding else self.ends.embed
+        block = embed(head.inputs(first, head.args.block_size))
         states = block_states(head, features, block, anchors)
         states = states[:, head.args.block_size - self.slots :]
         flat = states.reshape(-1, states.shape[-1])
-        if not head.args.markov_rank:
+        if head.bias_matrix is None:
             return flat
-        # In float32, since a token's gradient is a sum over all its occurrences.
-        known = head.markov_head.markov_w1.weight.astype(mx.float32)
-        before = known[tokens.reshape(-1)[at]].astype(flat.dtype)
-        return mx.concatenate([flat, before], axis=-1)
+        before = head.bias_input(tokens.reshape(-1)[at], flat)
+        return mx.concatenate([flat, before.astype(flat.dtype)], axis=-1)
 
 
 def block_states(
@@ -146,12 +146,13 @@ def block_states(
     """Normed states (B A, b, D) of blocks after many anchors of a text.
 
     Args:
-        head: the head; its layers see everything before a block, and the whole block.
+        head: the head.
         features: features of all tokens, (B, L, F).
         block: the embedded blocks, (B A, b, D), sorted by row.
         anchors: position of each block's first token, (B, A).
     """
     (rows, count), width = anchors.shape, block.shape[1]
+    causal, windows = head.args.causal, head.args.windows
 
     def side_by_side(x: mx.array) -> mx.array:
         """Join the blocks of each row: from (B A, H, b, d) to (B, H, A b, d)."""
@@ -159,10 +160,13 @@ def block_states(
         return x.reshape(rows, x.shape[1], count * width, -1)
 
     offsets = anchors.reshape(-1)
-    mask = seen_by_blocks(anchors, width, features.shape[1])
     context, x = head.context(features), block
 
-    def attend(attention: HeadAttention, normed: mx.array) -> mx.array:
+    def attend(place: int, normed: mx.array) -> mx.array:
+        attention: HeadAttention = head.layers[place].self_attn
+        mask = seen_by_blocks(
+            anchors, width, features.shape[1], causal[place], windows[place]
+        )
         queries = side_by_side(attention.queries(normed, offsets))
         own = map(side_by_side, attention.keys_values(normed, offsets))
         keys, values = (
@@ -172,26 +176,38 @@ def block_states(
         mixed = attention.attend(normed, queries, keys, values, mask)
         return mixed.reshape(normed.shape)
 
-    for layer in head.layers:
-        x = layer.around(x, partial(attend, layer.self_attn))
+    for place, layer in enumerate(head.layers):
+        x = layer.around(x, partial(attend, place))
     states: mx.array = head.norm(x)
     return states
 
 
-def seen_by_blocks(anchors: mx.array, width: int, length: int) -> mx.array:
+def seen_by_blocks(
+    anchors: mx.array,
+    width: int,
+    length: int,
+    causal: bool = False,
+    window: int | None = None,
+) -> mx.array:
     """Which keys each slot sees, boolean, (B, 1, A b, L + A b).
 
     Args:
         anchors: positions of the anchors, (B, A).
         width: b, the number of slots of a block.
         length: L, the number of tokens of the context.
+        causal: whether later slots of the block are hidden from a slot.
+        window: tokens of a sliding window; ``None``: everything is seen.
     """
     rows, count = anchors.shape
     before = mx.arange(length) < mx.repeat(anchors, width, axis=1)[..., None]
+    if window is not None:
+        slots = mx.repeat(anchors, width, axis=1) + mx.tile(mx.arange(width), count)
+        before = before & (mx.arange(length) > slots[..., None] - window)
     number = mx.arange(count * width) // width
-    same = mx.broadcast_to(
-        number[:, None] == number, (rows, count * width, count * width)
-    )
+    same = number[:, None] == number
+    if causal:
+        same = same & (mx.arange(count * width)[:, None] >= mx.arange(count * width))
+    same = mx.broadcast_to(same, (rows, count * width, count * width))
     return mx.concatenate([before, same], axis=-1)[:, None]
 
 
@@ -373,17 +389,31 @@ def _config(
         config["architectures"] = ["DFlashDraftModel"]
         return config | {"dflash_config": of_block}
     rank = max(width // _WIDTH_OF_RANK, 1)
+    rank = min(1 << rank.bit_length() - 1, _LARGEST_RANK)
+    if form == "dflash2":
+        selects = {
+            "conv_kernel_size": 2,
+            "conv_group_size": math.gcd(width, _LARGEST_GROUP),
+            "selector_rank": rank,
+            "selector_top_k": min(_CANDIDATES, vocab_size),
+        }
+        return {
+            "architectures": ["DFlash2DraftModel"],
+            **config,
+            "is_causal": False,
+            "dflash_config": of_block | selects,
+        }
     return {
         "architectures": ["Qwen3DSparkModel"],
         **config,
         **of_block,
-        "markov_rank": min(1 << rank.bit_length() - 1, _LARGEST_RANK),
+        "markov_rank": rank,
         "markov_head_type": "vanilla",
     }
 
 
 def _begin(head: BlockHead, seed: int) -> None:
-    """Draw all matrices; begin with the features' mean and without a Markov bias."""
+    """Draw all matrices; begin with the features' mean and without a bias."""
     leaves = sorted(_leaves(head.parameters()))  # type: ignore[no-untyped-call]
     keys = mx.random.split(mx.random.key(seed), len(leaves))
     begun = []
@@ -398,6 +428,8 @@ def _begin(head: BlockHead, seed: int) -> None:
     if head.args.markov_rank:
         second = head.markov_head.markov_w2
         second.weight = mx.zeros_like(second.weight)
+    if isinstance(head, DFlash2Head):
+        head.begin_as_dflash()
 
 
 def _leaves(tree: Any) -> list[tuple[str, mx.array]]:

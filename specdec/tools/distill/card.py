@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_FORMS = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash 2"}
+
 
 def readme(card: dict[str, Any]) -> str:
     """``README.md`` of a draft's folder, from its ``distill.json``."""
@@ -13,7 +15,7 @@ def readme(card: dict[str, Any]) -> str:
     wide = f", each with the MLPs of {card['widen']}" if card["widen"] > 1 else ""
     kind = ""
     if card.get("kind") == "block":
-        form = {"dspark": "DSpark", "dflash": "DFlash"}[card["form"]]
+        form = _FORMS[card["form"]]
         kind = f"A {form} head, which drafts a block of {card['block_size']}: "
     made = "layers that began at random"
     if layers:

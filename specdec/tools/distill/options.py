@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 Check = Callable[[], None]
 
 KINDS = ("layers", "block")
-FORMS = ("dspark", "dflash")
+FORMS = ("dspark", "dflash", "dflash2")
 # Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten epochs
 # over the written text (docs/distill.md).
 _EPOCHS = 8

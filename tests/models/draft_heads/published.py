@@ -497,14 +497,13 @@ def heads(
     return out if kind == "v" else turned(out, positions, **how)
 
 
-def convolved(
-    y: Array, x: Array, w: dict[str, Array], at: str, side: int, group: int
-) -> Array:
+def convolved(y: Array, x: Array, w: dict[str, Array], at: str, side: int) -> Array:
     """The causal convolution of y (b, D), whose taps are made from x, slot by slot."""
     base = w[at + "base_kernel"][side]
     taps, size = base.shape
     numbers = x @ w[at + "kernel_projection.weight"].T
-    numbers = numbers.reshape(len(x), 2, taps, size // group)
+    numbers = numbers.reshape(len(x), 2, taps, -1)
+    group = size // numbers.shape[-1]
     out = np.zeros_like(y)
     for i in range(len(y)):
         for t in range(min(taps, i + 1)):
@@ -598,9 +597,8 @@ def block_states(
         at = f"layers.{i}."
         normed = own = norm(x, w[at + "input_layernorm.weight"])
         convolves = at + "attention_conv.base_kernel" in w
-        group = SELECTS["conv_group_size"]
         if convolves:
-            own = convolved(normed, normed, w, at + "attention_conv.", 0, group)
+            own = convolved(normed, normed, w, at + "attention_conv.", 0)
         q = heads(own, w, at, "q", here, pairs=pairs, dims=dims)
         k, v = (
             np.concatenate(
@@ -622,14 +620,14 @@ def block_states(
             mixed = mixed / (1 + np.exp(-gate))
         mixed = mixed @ w[at + "self_attn.o_proj.weight"].T
         if convolves:
-            mixed = convolved(mixed, normed, w, at + "attention_conv.", 1, group)
+            mixed = convolved(mixed, normed, w, at + "attention_conv.", 1)
         x = x + mixed
         normed = own = norm(x, w[at + "post_attention_layernorm.weight"])
         if convolves:
-            own = convolved(normed, normed, w, at + "mlp_conv.", 0, group)
+            own = convolved(normed, normed, w, at + "mlp_conv.", 0)
         mixed = mlp(own, w, at)
         if convolves:
-            mixed = convolved(mixed, normed, w, at + "mlp_conv.", 1, group)
+            mixed = convolved(mixed, normed, w, at + "mlp_conv.", 1)
         x = x + mixed
     return norm(x, w["norm.weight"])
 

@@ -42,7 +42,7 @@ from tests.models.gguf_files import arguments, random_model
 from .harness import QUESTIONS, longer, options, run, same, write_target
 
 SIZE, HARD = 4, 0.3
-FORMS = pytest.mark.parametrize("form", ["dspark", "dflash"])
+FORMS = pytest.mark.parametrize("form", ["dspark", "dflash", "dflash2"])
 # What the numpy forward of the published heads takes for granted.
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -147,9 +147,14 @@ class Defined:
         before = self.features[row, :anchor]
         states = published.block_states(w, before, block)[SIZE - self.made.slots :]
         found: np.ndarray = states @ self.head.T
+        # What comes after the row's end weighs nothing.
+        known = tokens[np.minimum(anchor + np.arange(self.made.slots), 15)]
+        at = "candidate_selector."
+        if at + "predecessor_codebook" in w:
+            first = states @ w[at + "hidden_projection.weight"].T
+            first = first * w[at + "predecessor_codebook"][known]
+            found = found + first @ w[at + "successor_codebook"].T
         if args.markov_rank:
-            # What comes after the row's end weighs nothing.
-            known = tokens[np.minimum(anchor + np.arange(self.made.slots), 15)]
             first = w["markov_head.markov_w1.weight"][known]
             found = found + first @ w["markov_head.markov_w2.weight"].T
         return found
