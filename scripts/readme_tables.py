@@ -96,7 +96,7 @@ def times(figures: Figures, row: Row, batch: int) -> str:
     """A cell: the median ratio, pass by pass."""
     found = [
         f
-        for f in figures.at_once
+        for f in figures.cells.values()
         if f.cell.batch == batch
         and f.cell.drafts == row.drafts
         and f.cell.system == "specdec"
@@ -127,7 +127,7 @@ def render(table: Table, root: str) -> str:
     ]
     header = [f"{n} row{'s' * (n > 1)}" for n in table.batches]
     links = [f"[{name}]({root}benchmarks/results/{name}/report.md)" for name in read]
-    passes = min(len(f.counted) for each in read.values() for f in each.at_once)
+    passes = min(len(f.counted) for each in read.values() for f in each.cells.values())
     made = markdown_table([table.title, *header], rows)
     return f"{made}\nMedians of {passes} passes: {', '.join(links)}.\n"
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..utils.ctrl_c import INTERRUPTED
+from ..utils.extras import install
 from ..utils.printable import counted
 from . import options
 from .interrupts import last_words
@@ -57,8 +58,8 @@ def bench(
     """Run RECIPE, a .toml file or the name of one that comes with specdec.
 
     Finished parts are kept: the same command continues where it was stopped. DIR
-    gets raw.jsonl, report.html (open it in a browser), report.md and its plots. The
-    command ends with a block to paste into an issue.
+    gets raw.jsonl, report.html (open it in a browser) and report.md. The command ends
+    with a block to paste into an issue.
 
     \b
       specdec bench acceptance-quick
@@ -121,7 +122,7 @@ def bench(
 @click.command(short_help="Rebuild a report from raw results.")
 @click.argument("folder", metavar="DIR")
 def report(folder: str) -> None:
-    """Rebuild the report and its plots from DIR/raw.jsonl.
+    """Rebuild the report from DIR/raw.jsonl.
 
     \b
       specdec report specdec-bench/acceptance-quick
@@ -130,14 +131,13 @@ def report(folder: str) -> None:
 
 
 def _write(folder: Path) -> None:
-    from ..tools.bench.plots import MISSING
-    from ..tools.bench.report import write_report
+    from ..tools.bench.report import PAGE, write_report
 
-    files, has_plots = write_report(folder)
+    files = write_report(folder)
     for file in files:
         show(f"wrote {file}", err=True)
-    if not has_plots:
-        note(f"{MISSING}; then: specdec report {folder}")
+    if all(file.name != PAGE for file in files):
+        note(f"no {PAGE} without markdown-it-py: {install('bench')}")
 
 
 class _Parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Literal, TypeVar
@@ -14,7 +14,6 @@ from .recipe import Recipe
 System = Literal["specdec", "mlx-lm step", "mlx-lm batch", "mlx-lm speculative"]
 
 S = TypeVar("S")
-T = TypeVar("T")
 
 #: Names of systems without a draft in reports.
 _PLAIN = {
@@ -33,7 +32,6 @@ class Conditions:
     kv_bits: int = 0
     context: int = 0
     prefix_cache: bool = False
-    load: float = 0.0
 
     def words(self, names: Collection[str]) -> list[str]:
         """The named conditions in words, without the batch."""
@@ -42,7 +40,6 @@ class Conditions:
             "kv_bits": f"KV {self.kv_bits} bits" if self.kv_bits else "KV as it is",
             "context": f"context {self.context}",
             "prefix_cache": "prefix cache" if self.prefix_cache else "no prefix cache",
-            "load": f"load {self.load:g}" if self.load else "all at once",
         }
         return [text for name, text in shown.items() if name in names]
 
@@ -109,25 +106,24 @@ class Cell(Conditions):
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit that is run and kept as a whole: a pass of a cell, or its profile.
+    """The unit that is run and kept as a whole: a pass of a cell.
 
     Args:
-        number: the number of the pass; ``None`` for the profile. Pass 0 does not count.
+        number: the number of the pass. Pass 0 does not count.
     """
 
     cell: Cell
-    number: int | None
+    number: int
 
     @property
     def label(self) -> str:
         """The unit's name in progress messages."""
-        what = "profile" if self.number is None else f"pass {self.number}"
         unusual = {
             name: value
             for name, value in asdict(self.cell.conditions).items()
             if value != getattr(Conditions(), name)
         }
-        return f"{self.cell.named(unusual)}: {self.cell.label}, {what}"
+        return f"{self.cell.named(unusual)}: {self.cell.label}, pass {self.number}"
 
 
 def turns(systems: Sequence[S], number: int) -> list[S]:
@@ -139,22 +135,11 @@ def turns(systems: Sequence[S], number: int) -> list[S]:
     return [*systems[turn:], *systems[:turn]]
 
 
-def interleaved(
-    systems: Mapping[str, Callable[[], T]], passes: int
-) -> Iterator[tuple[int, str, T]]:
-    """Run every system once per pass, in the order of :func:`turns`."""
-    for number in range(passes):
-        for name in turns(list(systems), number):
-            yield number, name, systems[name]()
-
-
 def conditions_of(recipe: Recipe) -> list[Conditions]:
     """All combinations of the sweep, except for draft lengths."""
     s = recipe.sweep
-    # A load is a share of the rate of the job of load 0, so that job comes first.
-    names = ("load", "context", "kv_bits", "prefix_cache", "temperature", "batch")
-    values = [getattr(s, name) for name in names]
-    combined = product(sorted(values[0]), *values[1:])
+    names = ("context", "kv_bits", "prefix_cache", "temperature", "batch")
+    combined = product(*(getattr(s, name) for name in names))
     return [Conditions(**dict(zip(names, each, strict=True))) for each in combined]
 
 
@@ -175,19 +160,9 @@ def cells_of(recipe: Recipe, conditions: Conditions) -> list[Cell]:
 def units_of(recipe: Recipe) -> Iterator[Unit]:
     """All units in the order in which they run; systems of one group take turns.
 
-    Each pass covers all cells, so that a stopped run has some results of each. Profiles
-    follow the passes. Jobs under a load run last and once each: by then nothing that
-    they need is done for the first time.
+    Each pass covers all cells, so that a stopped run has some results of each.
     """
     groups = [cells_of(recipe, conditions) for conditions in conditions_of(recipe)]
-    at_once = [cells for cells in groups if not cells[0].load]
     for number in range(recipe.run.repeat + 1):
-        for cells in at_once:
+        for cells in groups:
             yield from (Unit(cell, number) for cell in turns(cells, number))
-    for cell in (cell for cells in at_once for cell in cells):
-        fixed = cell.num_draft_tokens != "auto"
-        if recipe.run.profile_rounds and cell.system == "specdec" and fixed:
-            yield Unit(cell, None)
-    for cells in groups:
-        if cells[0].load:
-            yield from (Unit(cell, 1) for cell in cells)

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from ...request import acceptance_length, acceptance_rate
-from . import counts
 from .cells import Cell, Conditions, units_of
-from .counts import Policy, RoundCost
-from .job import JobRecord, ProfiledRound, RequestRecord, RoundTimes, TracedRound
+from .job import JobRecord, RequestRecord, RoundTimes
 from .raw import Results
 from .recipe import Recipe
 
-PARTS = ("draft", "verify", "sampling", "host")
 # Factor by which noisy passes can make a system seem faster than its tokens per round.
 NOISE = 1.25
-# Requests have queued up if more than this share of them have no token when the last
-# one arrives.
-_QUEUE = 0.05
 
 
-def arrivals_per_second(results: Results, cell: Cell) -> float:
-    """The arrivals per second of a job under a load; 0 without a load."""
-    if not cell.load:
-        return 0.0
-    passes = results.passes[replace(cell.plain, load=0.0)]
-    warm = [p for n, p in passes.items() if n] or list(passes.values())
-    return cell.load * statistics.median(len(p.requests) / p.seconds for p in warm)
+def by_position(rows: Iterable[Sequence[int]]) -> list[float]:
+    """The share of rounds that accept the draft's first 1, 2, ... tokens.
+
+    Each is a product of the chances that a token is accepted after all before it
+    (Kaplan and Meier 1958). So it never rises with the position, although some rounds
+    draft fewer tokens, as at the end of a request.
+
+    Args:
+        rows: numbers of drafted and accepted tokens of each row in each round.
+    """
+    tried: list[int] = []
+    accepted: list[int] = []
+    for drafted, kept in rows:
+        more = [0] * (drafted - len(tried))
+        tried, accepted = tried + more, accepted + more
+        for j in range(min(drafted, kept + 1)):
+            tried[j] += 1
+            accepted[j] += j < kept
+    shares, share = [], 1.0
+    for n, of in zip(accepted, tried, strict=True):
+        share *= n / of if of else 0.0
+        shares.append(share)
+    return shares
 
 
 @dataclass(frozen=True)
@@ -67,56 +77,6 @@ class Acceptance:
     def length(self) -> float:
         """Mean tokens of a row in a round, including the extra one; 1 if no rounds."""
         return acceptance_length(self.rounds, self.accepted)
-
-    def request_mean(self, name: str) -> float:
-        """Mean of ``rate`` or ``length`` over requests, each counting the same."""
-        if not self.requests:
-            return 0.0 if name == "rate" else 1.0
-        return statistics.fmean(getattr(r, name) for r in self.requests)
-
-    def token_mean(self, name: str) -> float:
-        """Mean of ``rate`` or ``length``, each request weighted by its tokens."""
-        weights = [r.tokens for r in self.requests]
-        if not any(weights):
-            return 0.0 if name == "rate" else 1.0
-        return statistics.fmean((getattr(r, name) for r in self.requests), weights)
-
-
-@dataclass(frozen=True)
-class RoundParts:
-    """Median milliseconds of the parts of profiled rounds, and the parts' shares.
-
-    Args:
-        number: number of rounds.
-        draft, verify, sampling: time from the start of building a part until the device
-            has computed it.
-        total: time of the round.
-        shares: shares of the total. A part's share is the time spent waiting for the
-            device; the share of ``host`` is all that remains.
-    """
-
-    number: int
-    draft: float
-    verify: float
-    sampling: float
-    total: float
-    shares: dict[str, float]
-
-    @classmethod
-    def of(cls, rounds: Sequence[ProfiledRound]) -> RoundParts | None:
-        """The parts of a profile's rounds; ``None`` if no round was timed."""
-        if not rounds:
-            return None
-        parts = {name: [getattr(r, name) for r in rounds] for name in PARTS[:-1]}
-        total = sum(r.total for r in rounds)
-        waited = {name: sum(w for _, w in each) for name, each in parts.items()}
-        waited["host"] = total - sum(waited.values())
-        return cls(
-            number=len(rounds),
-            **{n: statistics.median(map(sum, each)) for n, each in parts.items()},
-            total=statistics.median(r.total for r in rounds),
-            shares={n: t / total for n, t in waited.items()},
-        )
 
 
 class CellFigures:
@@ -185,8 +145,8 @@ class CellFigures:
 
     @property
     def first_token_ms(self) -> list[float]:
-        """For each request, the milliseconds from its arrival to its first token."""
-        return self.each(lambda r: 1e3 * (r.first - r.arrived))
+        """For each request, the milliseconds to its first token."""
+        return self.each(lambda r: 1e3 * r.first)
 
     @property
     def token_ms(self) -> list[float]:
@@ -240,34 +200,6 @@ class CellFigures:
         pairs = zip(ours, theirs, strict=True)
         return f"{sum(a.digest == b.digest for a, b in pairs)} of {len(ours)}"
 
-    # -- under a load ----------------------------------------------------------
-
-    @property
-    def offered(self) -> float:
-        """Requests that arrived per second."""
-        return self._middle(lambda p: (len(p.requests) - 1) / p.last_arrival)
-
-    @property
-    def completed(self) -> float:
-        """Requests completed per second, until the last one's end."""
-        return self._middle(
-            lambda p: len(p.requests) / max(r.ended for r in p.requests)
-        )
-
-    @property
-    def waiting(self) -> int:
-        """Earlier requests that had no token yet when the last one arrived."""
-        return round(self._middle(lambda p: p.waiting))
-
-    @property
-    def saturated(self) -> bool:
-        """Whether requests queued up: they arrived faster than rows became free."""
-        most = max(2, _QUEUE * self._middle(lambda p: len(p.requests)))
-        return self._middle(lambda p: p.waiting) > most
-
-    def _middle(self, get: Callable[[JobRecord], float]) -> float:
-        return statistics.median(map(get, self.counted))
-
     # -- acceptance ------------------------------------------------------------
 
     def acceptance(self, category: str | None = None) -> Acceptance:
@@ -283,60 +215,9 @@ class CellFigures:
         return Acceptance(tuple(r for r in requests if r.drafted))
 
     @cached_property
-    def traced(self) -> list[TracedRound]:
-        """Every round of the first pass that might have drafted: of k above 0."""
-        return [(k, rows) for k, rows in self.first.traced if k]
-
-    @property
     def rows(self) -> list[tuple[int, int]]:
         """(drafted, accepted) of each row in each round that drafted for it."""
-        return [row for _, rows in self.traced for row in rows if row[0]]
-
-    # -- costs -----------------------------------------------------------------
-
-    @cached_property
-    def parts(self) -> RoundParts | None:
-        """The parts of the cell's profiled rounds."""
-        return RoundParts.of(self._results.profiles.get(self.cell, []))
-
-    @property
-    def plain_step_ms(self) -> float | None:
-        """Time of a forward of one token per row, as profiled without a draft."""
-        plain = RoundParts.of(self._results.profiles.get(self.cell.plain, []))
-        return None if plain is None else plain.verify
-
-    @cached_property
-    def cost(self) -> RoundCost | None:
-        """The cost of a round, in plain steps of the same batch, if it is known."""
-        k, step = self.cell.num_draft_tokens, self.plain_step_ms
-        if k == "auto" or not k or self.parts is None or not step:
-            return None
-        return RoundCost(self.parts.draft / k / step, self.parts.verify / step, k)
-
-    @property
-    def predicted(self) -> float | None:
-        """The predicted speed-up: expected tokens / (k c + v) (Leviathan et al. 2023).
-
-        The acceptance is this cell's; c and v are the costs of a draft step and of the
-        verify forward, in plain steps.
-        """
-        if self.cost is None or not self.rows:
-            return None
-        k = self.cost.k
-        tokens = counts.expected_tokens(counts.chance(self.rows), k)
-        return tokens / self.cost.of(k)
-
-    def policies(self) -> dict[str, Policy]:
-        """What ran and other policies, all from the same accepted counts."""
-        return {
-            "every row cut to the batch's minimum": counts.batch_minimum(
-                self.traced, self.cost
-            ),
-            "per-sequence trim (what ran)": counts.per_sequence(self.traced, self.cost),
-            "per-sequence trim, oracle draft length": counts.oracle(
-                self.traced, self.cost
-            ),
-        }
+        return [row for _, rows in self.first.traced for row in rows if row[0]]
 
 
 class Figures:
@@ -382,39 +263,12 @@ class Figures:
         return self.cells.get(of.cell.mlx_lm)
 
     @property
-    def at_once(self) -> list[CellFigures]:
-        """Cells whose requests are all there from the beginning."""
-        return [f for c, f in self.cells.items() if not c.load]
-
-    @property
-    def under_load(self) -> list[CellFigures]:
-        """Cells whose requests arrive at random."""
-        return [f for c, f in self.cells.items() if c.load and f.counted]
-
-    @property
     def drafted(self) -> list[CellFigures]:
-        """Cells of :attr:`at_once` in which this engine decodes with a draft."""
-        return [f for f in self.at_once if f.cell.drafts]
+        """Cells in which this engine decodes with a draft."""
+        return [f for f in self.cells.values() if f.cell.drafts]
 
     @property
     def categories(self) -> list[str]:
         """The categories of the prompts, in the order in which they first appear."""
         named = self.results.prompts.categories
         return list(dict.fromkeys(c for c in named if c is not None))
-
-    def saturation(self) -> list[tuple[str, str]]:
-        """For each system under loads: its name, and when requests begin to queue."""
-        groups: dict[Cell, list[CellFigures]] = defaultdict(list)
-        for f in self.under_load:
-            groups[replace(f.cell, load=0.0)].append(f)
-        found = []
-        for cell, each in groups.items():
-            each.sort(key=lambda f: f.offered)
-            full = [f for f in each if f.saturated]
-            free = [f for f in each if not full or f.offered < full[0].offered]
-            kept = f"keeps up with {free[-1].offered:.2f} requests/s" if free else ""
-            late = f"queues up at {full[0].offered:.2f} requests/s" if full else ""
-            text = ", ".join(filter(None, [kept, late])) or "not measured"
-            names = self.varied - {"load"}
-            found.append((f"{cell.named(names)}: {cell.label}", text))
-        return found

@@ -7,8 +7,6 @@ rates have the same meaning for all.
 
 from __future__ import annotations
 
-import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +24,6 @@ Clock = Callable[[], float]
 TracedRound = tuple[int, list[tuple[int, int]]]
 
 _GOLDEN = 0.6180339887498949
-# Times of a part of a profiled round, in milliseconds: building and waiting.
-_Part = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +33,8 @@ class RequestRecord:
     Args:
         tokens: generated tokens.
         rounds, drafted, accepted: rounds of its row, and draft tokens in them.
-        arrived, first, ended: seconds from the job's start to the request's arrival,
-            first token and end; without a token, ``first`` is the end.
+        first, ended: seconds from the job's start to the request's first token and
+            end; without a token, ``first`` is the end.
         digest: hash of the tokens.
         prefix_tokens: prompt tokens that a prefix cache had.
     """
@@ -48,7 +44,6 @@ class RequestRecord:
     rounds: int
     drafted: int
     accepted: int
-    arrived: float
     first: float
     ended: float
     digest: str
@@ -107,26 +102,6 @@ class JobRecord:
         """Tokens per second."""
         return sum(r.tokens for r in self.requests) / self.seconds
 
-    @property
-    def last_arrival(self) -> float:
-        """Seconds from the job's start to the last request's arrival."""
-        return max(r.arrived for r in self.requests) or 1e-9
-
-    @property
-    def waiting(self) -> int:
-        """Earlier requests that had no token yet when the last one arrived."""
-        return sum(r.arrived < self.last_arrival < r.first for r in self.requests)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfiledRound:
-    """Milliseconds of a profiled round; each part is (building, waiting)."""
-
-    total: float
-    draft: _Part = (0.0, 0.0)
-    verify: _Part = (0.0, 0.0)
-    sampling: _Part = (0.0, 0.0)
-
 
 @dataclass(frozen=True)
 class JobRequest:
@@ -135,34 +110,26 @@ class JobRequest:
     Args:
         prompt: the prompt as it was read; encoding it is part of the job.
         max_tokens: most new tokens of this prompt.
-        arrives: seconds from the job's start to the arrival.
     """
 
     prompt: Prompt
     max_tokens: int
-    arrives: float = 0.0
 
 
 def requests_of(
-    prompts: Sequence[Prompt], recipe: Recipe, batch: int, rate: float = 0.0
+    prompts: Sequence[Prompt], recipe: Recipe, batch: int
 ) -> list[JobRequest]:
-    """The requests of a job, which are the same for every system and in every run.
-
-    Args:
-        rate: arrivals per second; with 0 all requests are there at once.
-    """
+    """The requests of a job, which are the same for every system and in every run."""
     run, n = recipe.run, len(prompts)
     most = n if run.prompts_per_row is None else run.prompts_per_row * batch
     chosen = [i * n // min(n, most) for i in range(min(n, most))]
     least = run.max_tokens if run.least_tokens is None else run.least_tokens
     span = run.max_tokens - least + 1
-    draw, at, requests = random.Random(run.seed), 0.0, []
-    for i in chosen:
-        # Multiples of the golden ratio, modulo 1, are evenly spread but not sorted.
-        tokens = least + int((i * _GOLDEN + 0.5) % 1 * span)
-        requests.append(JobRequest(prompts[i], tokens, at))
-        at += draw.expovariate(rate) if rate else 0.0
-    return requests
+    # Multiples of the golden ratio, modulo 1, are evenly spread but not sorted.
+    return [
+        JobRequest(prompts[i], least + int((i * _GOLDEN + 0.5) % 1 * span))
+        for i in chosen
+    ]
 
 
 @dataclass
@@ -183,7 +150,7 @@ class Job:
     """A job on its own clock: its requests, and the tokens received so far.
 
     Args:
-        requests: the requests, in the order in which they arrive.
+        requests: the requests, all there from the beginning.
         clock: returns a time in seconds.
     """
 
@@ -191,32 +158,12 @@ class Job:
         self.requests = requests
         self.received = [Received() for _ in requests]
         self.rounds = Rounds(lambda: self.now)
-        self._clock, self._start, self._taken = clock, clock(), 0
+        self._clock, self._start = clock, clock()
 
     @property
     def now(self) -> float:
         """Seconds since the job began."""
         return self._clock() - self._start
-
-    @property
-    def all_taken(self) -> bool:
-        """Whether every request has been handed out."""
-        return self._taken == len(self.requests)
-
-    def arrived(self, *, wait: bool = False) -> list[int]:
-        """Indices of the requests that have arrived since the last call.
-
-        Args:
-            wait: sleep until one arrives, if none has.
-        """
-        if wait and not self.all_taken:
-            due = self.requests[self._taken].arrives
-            while (left := due - self.now) > 0:
-                time.sleep(left)
-        first, now = self._taken, self.now
-        while not self.all_taken and self.requests[self._taken].arrives <= now:
-            self._taken += 1
-        return list(range(first, self._taken))
 
     def take(self, i: int, tokens: Sequence[int], now: float) -> None:
         """Add new tokens of a request."""
@@ -245,13 +192,12 @@ class Job:
                     **{
                         **vars(p),
                         "tokens": len(p.tokens),
-                        "arrived": round(request.arrives, 6),
                         "first": round(p.first, 6),
                         "ended": round(p.ended, 6),
                         "digest": sha256(repr(p.tokens).encode()).hexdigest()[:12],
                     }
                 )
-                for request, p in zip(self.requests, self.received, strict=True)
+                for p in self.received
             ],
             rounds=self.rounds.times(),
             peak_memory_bytes=peak,

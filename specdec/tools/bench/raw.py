@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,7 +19,7 @@ from ...utils.data_files import (
 from ...utils.printable import quoted
 from ...utils.records import first_difference, read_record
 from .cells import Cell, Unit
-from .job import JobRecord, ProfiledRound
+from .job import JobRecord
 
 FILE = "raw.jsonl"
 FORMAT = 1
@@ -95,7 +94,6 @@ class Results:
         recipe: as :meth:`~specdec.tools.bench.recipe.Recipe.to_dict` wrote it.
         starts: every process that added results.
         passes: the passes of every cell, by their number.
-        profiles: the profiled rounds of every cell.
         refused: cells that their system cannot run.
     """
 
@@ -103,15 +101,12 @@ class Results:
     prompts: PromptsRecord
     starts: list[Start] = field(default_factory=list)
     passes: dict[Cell, dict[int, JobRecord]] = field(default_factory=dict)
-    profiles: dict[Cell, list[ProfiledRound]] = field(default_factory=dict)
     refused: set[Cell] = field(default_factory=set)
 
     def has(self, unit: Unit) -> bool:
         """Whether the results of a unit are there, as far as there can be any."""
         if unit.cell in self.refused:
             return True
-        if unit.number is None:
-            return unit.cell in self.profiles
         return unit.number in self.passes.get(unit.cell, {})
 
     def take(self, line: Line) -> None:
@@ -120,25 +115,18 @@ class Results:
         if kind == "start":
             self.starts.append(read_record(Start, line))
             return
-        if kind == "pass":
-            raise DataError("version 0.1 measured it: see the report beside it")
-        if kind not in ("job", "profile", "refused"):
+        if kind == "profile":
+            return  # version 0.2 timed parts of rounds
+        if kind not in ("job", "refused"):
             raise DataError(f"its kind is {quoted(kind)}")
         cell = read_record(Cell, line.get("cell"), "cell")
         if kind == "refused":
             self.refused.add(cell)
             return
-        if kind == "job":
-            record = read_record(JobRecord, check_shape(line, {"pass": int}))
-            fits = _fits(record)
-            self.passes.setdefault(cell, {})[line["pass"]] = record
-        else:
-            parts = check_shape(line, {"rounds": list})["rounds"]
-            rounds = [read_record(ProfiledRound, each, "rounds") for each in parts]
-            fits = all(r.total > 0 and sum(r.verify) > 0 for r in rounds)
-            self.profiles[cell] = rounds
-        if not fits:
+        record = read_record(JobRecord, check_shape(line, {"pass": int}))
+        if not _fits(record):
             raise DataError("its numbers do not fit together")
+        self.passes.setdefault(cell, {})[line["pass"]] = record
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
@@ -182,9 +170,10 @@ class Results:
         prompts = read_record(PromptsRecord, line.get("prompts"), "prompts")
         if not prompts.tokens or len(prompts.tokens) != len(prompts.categories):
             raise DataError("its lists of prompts differ in length")
-        run = recipe.get("run")
-        if isinstance(run, dict) and run.pop("jobs", False):
-            run["profile_rounds"] = 0  # version 0.1 did not profile rounds of jobs
+        # Version 0.2 had these settings, too.
+        for section, key in (("run", "profile_rounds"), ("sweep", "load")):
+            if isinstance(recipe.get(section), dict):
+                recipe[section].pop(key, None)
         return cls(recipe, prompts)
 
 
@@ -244,14 +233,10 @@ class RawFile:
             )
         self._add({"kind": "start", **start})
 
-    def add(self, unit: Unit, found: JobRecord | Iterable[ProfiledRound]) -> None:
-        """Keep the results of a unit."""
-        line: Line = {"cell": asdict(unit.cell)}
-        if isinstance(found, JobRecord):
-            line |= {"kind": "job", "pass": unit.number, **asdict(found)}
-        else:
-            line |= {"kind": "profile", "rounds": [asdict(each) for each in found]}
-        self._add(line)
+    def add(self, unit: Unit, record: JobRecord) -> None:
+        """Keep the result of a unit."""
+        where = {"kind": "job", "cell": asdict(unit.cell), "pass": unit.number}
+        self._add({**where, **asdict(record)})
 
     def refuse(self, cell: Cell) -> None:
         """Note that a cell's system cannot run it, so that nobody waits for it."""

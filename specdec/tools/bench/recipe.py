@@ -154,9 +154,6 @@ class Sweep(_Section):
         kv_bits: 4 or 8 quantizes keys and values; 0 leaves them as they are.
         context: tokens of common text in front of every prompt.
         prefix_cache: whether a prefix cache has seen the prompts before.
-        load: with 0, all requests wait from the beginning. Otherwise they arrive at
-            random (Poisson), at this share of the rate at which this engine completed
-            the same requests without a draft.
     """
 
     prefix: ClassVar[str] = "sweep."
@@ -168,7 +165,6 @@ class Sweep(_Section):
     kv_bits: tuple[int, ...] = _checked(_kv_bits, (0,), several=True)
     context: tuple[int, ...] = _checked(_whole(0), (0,), several=True)
     prefix_cache: tuple[bool, ...] = _checked(_flag, (False,), several=True)
-    load: tuple[float, ...] = _checked(_between(0, 100), (0.0,), several=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +183,6 @@ class Running(_Section):
             otherwise no text is made.
         repeat: passes that count; one pass before them is shown apart.
         mlx_lm: whether mlx-lm is measured too.
-        profile_rounds: rounds that are timed part by part, waiting for the device
-            after each part; 0 times none.
         prefill_step_size: prompt tokens per row in one forward.
         seed: the first prompt's seed; it grows by one with each prompt.
     """
@@ -201,7 +195,6 @@ class Running(_Section):
     end_of_sequence: bool = _checked(_flag, True)
     repeat: int = _checked(_whole(1), 3)
     mlx_lm: bool = _checked(_flag, True)
-    profile_rounds: int = _checked(_whole(0), 8)
     prefill_step_size: int = _checked(_whole(1), DEFAULT_PREFILL_STEP_SIZE)
     seed: int = _checked(_whole(0), 0)
 

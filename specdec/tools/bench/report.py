@@ -1,26 +1,25 @@
-"""The report of a folder of raw results: Markdown and HTML, with plots."""
+"""The report of a folder of raw results: a table, as Markdown and as one HTML page."""
 
 from __future__ import annotations
 
-import base64
 import html
-import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...model_names import DEFAULT_DRAFT, DEFAULT_TARGET, short
+from ...model_names import DEFAULT_TARGET, short
 from ...utils.files import replace_file
-from .figures import CellFigures, Figures
-from .plots import NAMES, draw_all
+from ...utils.tables import markdown_table, percentile, show_spread
+from .figures import CellFigures, Figures, by_position
 from .raw import Results, Start
 from .recipe import Recipe
-from .sections import Section, sections
 
 FILE, PAGE = "report.md", "report.html"
+MIB = 2**20
+NONE = "-"
 
-# Plots are drawn on white. On a phone, names wrap, so that figures are seen, too.
+# On a phone, cells wrap, so that more than names is seen.
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto;
@@ -31,8 +30,6 @@ table { border-collapse: collapse; display: block; overflow-x: auto;
 th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line);
   white-space: nowrap; overflow-wrap: normal; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
-summary { font-weight: bold; cursor: pointer; margin: .6rem 0; }
-img { max-width: 100%; border-radius: .4rem; background: #fff; }
 @media (max-width: 46rem) {
   body { margin: 1rem auto; }
   th, td { padding: .2rem .4rem; white-space: normal; }
@@ -41,50 +38,28 @@ img { max-width: 100%; border-radius: .4rem; background: #fff; }
 """
 
 
-def write_report(folder: Path) -> tuple[list[Path], bool]:
-    """Write the report, and its plots if matplotlib is installed.
-
-    Without matplotlib, the report keeps plots that are already in the folder.
+def write_report(folder: Path) -> list[Path]:
+    """Write the report; the page only if markdown-it-py is installed.
 
     Returns:
-        The report's files, and whether plots were drawn.
+        The report's files.
 
     Raises:
         ConfigError: there are no results in the folder.
     """
     figures = Figures(Results.read(folder))
-    drawn = draw_all(figures, folder)
-    file, page = folder / FILE, folder / PAGE
-    plots = _earlier_plots(file) if drawn is None else drawn
-    text = report(figures, plots)
-    replace_file(file, text.encode())
-    made = html_page(figures.recipe.title, text, folder)
-    if made is None:
-        return [file], drawn is not None
-    replace_file(page, made.encode())
-    return [file, page], drawn is not None
+    text = report(figures)
+    pages = {FILE: text, PAGE: html_page(figures.recipe.title, text)}
+    made = {folder / name: page for name, page in pages.items() if page is not None}
+    for file, page in made.items():
+        replace_file(file, page.encode())
+    return list(made)
 
 
-def _earlier_plots(file: Path) -> list[tuple[str, str]]:
-    """The plots in the folder of an earlier report: (title, file) of each.
+def html_page(title: str, text: str) -> str | None:
+    """A report in Markdown as one HTML page, which loads nothing from anywhere.
 
-    A plot that the earlier report does not show is titled by its file's name.
-    """
-    text = file.read_text("utf-8", errors="replace") if file.is_file() else ""
-    titles = {png: title for title, png in re.findall(r"(?m)^!\[(.*)\]\((.*)\)$", text)}
-    plots = [f"{name}.png" for name in NAMES]
-    return [
-        (titles.get(png, Path(png).stem), png)
-        for png in plots
-        if (file.parent / png).is_file()
-    ]
-
-
-def html_page(title: str, text: str, folder: Path) -> str | None:
-    """A report in Markdown as one HTML page that contains its plots.
-
-    HTML in names, which others chose, is shown as text; only what :func:`_folded`
-    writes becomes HTML. The page loads nothing from anywhere.
+    HTML in names, which others chose, is shown as text.
 
     Returns:
         The page; ``None`` if markdown-it-py is not installed.
@@ -94,15 +69,7 @@ def html_page(title: str, text: str, folder: Path) -> str | None:
     except ImportError:
         return None
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    begin = r"<p>&lt;details&gt;\n&lt;summary&gt;(.*?)&lt;/summary&gt;</p>"
-    body = re.sub(begin, r"<details>\n<summary>\1</summary>", body)
-    body = body.replace("<p>&lt;/details&gt;</p>", "</details>")
-    for plot in (folder / f"{name}.png" for name in NAMES):
-        if plot.is_file():
-            data = base64.b64encode(plot.read_bytes()).decode()
-            inside = f'src="data:image/png;base64,{data}"'
-            body = body.replace(f'src="{plot.name}"', inside)
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -111,37 +78,21 @@ def html_page(title: str, text: str, folder: Path) -> str | None:
     )
 
 
-def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
-    """The report as Markdown: the first table is shown, the others are folded.
-
-    Args:
-        plots: title and file of each plot.
-    """
-    found = sections(figures)
-    parts = [
-        f"# {_plain(figures.recipe.title)}\n",
-        _origin(figures),
-        _setting(figures),
-        "\n".join([*findings(figures), ""]),
-        *(f"## {s.title}\n\n{s.table}\n{s.note}\n" for s in found[:1]),
-        *(f"![{title}]({file})\n" for title, file in plots),
-        *map(_folded, found[1:]),
-        _method(figures),
-    ]
-    return "\n".join(parts)
+def report(figures: Figures) -> str:
+    """The report as Markdown."""
+    parts = [f"# {_plain(figures.recipe.title)}\n", *_body(figures), NOTE]
+    return "\n".join([*parts, _method(figures)])
 
 
 def block(figures: Figures) -> str:
-    """A block to paste into an issue: tables, machine and command."""
-    shown = [s for s in sections(figures) if s.in_issues]
-    parts = [
-        f"**{_plain(figures.recipe.title)}**\n",
-        _origin(figures),
-        _setting(figures),
-        "\n".join([*findings(figures), ""]),
-        *(f"**{s.title}**\n\n{s.table}" for s in shown),
-    ]
-    return "\n".join(parts)
+    """The report without its notes, to paste into an issue."""
+    return "\n".join([f"**{_plain(figures.recipe.title)}**\n", *_body(figures)])
+
+
+def _body(figures: Figures) -> list[str]:
+    found = "\n".join([*findings(figures), ""])
+    tables = filter(None, [speed(figures), categories(figures)])
+    return [_origin(figures), _setting(figures), found, *tables]
 
 
 def _plain(text: str) -> str:
@@ -149,12 +100,84 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _folded(section: Section) -> str:
-    note = f"\n{section.note}\n" if section.note else ""
-    return (
-        f"<details>\n<summary>{section.title}</summary>\n\n"
-        f"{section.table}{note}\n</details>\n"
-    )
+# -- the table -----------------------------------------------------------------
+
+NOTE = (
+    "Tokens per second from the call to the last token: prompts encoded, drafts' "
+    "prompts too, rows joining as others end, text made. Median (smallest to largest) "
+    "of the passes that count; *first*: of the first pass in this process, compiling "
+    "included. */ no draft* and */ mlx-lm*: pass by pass, at the same batch, over this "
+    "engine without a draft and over mlx-lm without one. *tokens per round*: of a row, "
+    "the extra token included. *accepted*: drafted tokens that were accepted; then the "
+    "shares of rounds that accept the first 1, 2, ... of them. *ms to first token* and "
+    "*ms per token* after it, of a request: half, and 99 of 100, are below. *ms per "
+    "round*: median of the commonest draft length, away from joins. *peak MiB*: at "
+    "the most, and above what was held before. *as mlx-lm*: requests with exactly "
+    "mlx-lm's tokens; in half precision a near tie may fall otherwise where shapes "
+    "differ.\n"
+)
+
+
+def speed(figures: Figures) -> str:
+    """The table of all systems, as Markdown."""
+
+    def over(f: CellFigures, other: CellFigures | None) -> str:
+        if f.idle_draft and other is figures.plain(f):
+            return "nothing drafted"
+        ratios = [] if other is f else f.ratios(other)
+        return show_spread(ratios, 2) if ratios else NONE
+
+    def accepted(f: CellFigures) -> str:
+        if not f.acceptance().drafted:
+            return NONE
+        shares = " ".join(f"{share:.2f}".lstrip("0") for share in by_position(f.rows))
+        return f"{f.acceptance().rate:.3f}" + (f": {shares}" if shares else "")
+
+    columns: dict[str, Callable[[CellFigures], str]] = {
+        "system": lambda f: figures.name(f.cell),
+        "tokens/s": lambda f: (
+            show_spread(list(f.rates.values()), 1) if f.rates else NONE
+        ),
+        "/ no draft": lambda f: over(f, figures.plain(f)),
+        "/ mlx-lm": lambda f: over(f, figures.mlx_lm(f)),
+        "tokens per round": lambda f: (
+            f"{f.acceptance().length:.2f}" if f.cell.draft else NONE
+        ),
+        "accepted": accepted,
+        "ms to first token": lambda f: _percentiles(f.first_token_ms, 0),
+        "ms per token": lambda f: _percentiles(f.token_ms, 1),
+        "ms per round": lambda f: NONE if f.round_ms is None else f"{f.round_ms:.1f}",
+        "first": lambda f: NONE if f.cold is None else f"{f.cold.rate:.1f}",
+        "peak MiB": lambda f: (
+            f"{f.peak_bytes[0] / MIB:.0f} ({f.peak_bytes[1] / MIB:.1f})"
+        ),
+        "as mlx-lm": lambda f: (
+            NONE if figures.mlx_lm(f) is f else f.equal_to(figures.mlx_lm(f)) or NONE
+        ),
+    }
+    rows = [[show(f) for show in columns.values()] for f in figures.cells.values()]
+    return markdown_table(list(columns), rows)
+
+
+def categories(figures: Figures) -> str:
+    """Acceptance by category of prompts, as Markdown; empty without categories."""
+    rows = []
+    for name in figures.categories:
+        for f in figures.drafted:
+            a, system = f.acceptance(name), figures.name(f.cell)
+            numbers = len(a.requests), f"{a.rate:.3f}", f"{a.length:.2f}"
+            rows.append([name, system, *numbers])
+    header = ["category", "system", "requests", "accepted", "tokens per round"]
+    return markdown_table(header, rows) if rows else ""
+
+
+def _percentiles(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return NONE
+    return " / ".join(f"{percentile(values, p):.{digits}f}" for p in (50, 99))
+
+
+# -- what was run, and what came out ---------------------------------------------
 
 
 def _method(figures: Figures) -> str:
@@ -280,7 +303,7 @@ def findings(figures: Figures) -> list[str]:
             lines.append(f"- **{key}**: nothing was drafted.")
             continue
         lines += [_finding(figures, key, f) for _, f in sorted(found.items())]
-    return lines + held_up + _prefix_findings(figures) + _gpu_finding(figures)
+    return lines + held_up + _prefix_findings(figures)
 
 
 def _finding(figures: Figures, key: str, f: CellFigures) -> str:
@@ -320,22 +343,6 @@ def _prefix_findings(figures: Figures) -> list[str]:
                 f"(n = {len(with_cache.first_token_ms)})."
             )
     return lines
-
-
-def _gpu_finding(figures: Figures) -> list[str]:
-    """The default pair's speed-up on a GPU, if a CPU was measured."""
-    on_cpu = figures.results.starts[-1].machine.backend == "cpu"
-    if not on_cpu or DEFAULT_DRAFT not in figures.recipe.draft:
-        return []
-    return [f"- {ON_A_GPU}"]
-
-
-#: Numbers of jobs-smollm2-h100 in benchmarks/results; a test compares them.
-ON_A_GPU = (
-    "With few rows, a GPU verifies several tokens in hardly more time than one: on one "
-    "H100 `auto` with this draft was 2.16, 2.07 and 1.71 times as fast as no draft at "
-    "batch 1, 8 and 32 (jobs of 12, 64 and 64 prompts, three passes each)."
-)
 
 
 def _median(values: Sequence[float]) -> float:

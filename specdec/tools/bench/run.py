@@ -23,11 +23,9 @@ from ...sampling_params import SamplingParams
 from ...spec_decode import NamedDrafter
 from ..decoding import token_level
 from .cells import Cell, Unit, units_of
-from .figures import arrivals_per_second
-from .job import Clock, JobRecord, ProfiledRound, requests_of, untraced
+from .job import Clock, JobRecord, requests_of, untraced
 from .machine import origin
 from .models import load_model
-from .profile import profile
 from .prompts import EncodedSet, encode_set
 from .raw import PromptsRecord, RawFile, Results
 from .recipe import Recipe
@@ -84,14 +82,9 @@ class Bench:
         loaded = self._drafts[cell.draft].model
         return loaded is not None and isinstance(loaded.model, DraftHead)
 
-    def run_pass(self, cell: Cell, rate: float = 0.0) -> JobRecord:
-        """Run one job of a cell.
-
-        Args:
-            rate: arrivals per second; with 0 all requests are there at once.
-        """
-        prompts = self._prompts(cell)
-        requests = requests_of(prompts, self._recipe, cell.batch, rate)
+    def run_pass(self, cell: Cell) -> JobRecord:
+        """Run one job of a cell."""
+        requests = requests_of(self._prompts(cell), self._recipe, cell.batch)
         decoder = None
         if cell.system == "specdec":
             decoder = self._kept_decoder(cell)
@@ -99,18 +92,6 @@ class Bench:
                 once = SamplingParams(max_tokens=1)
                 decoder.generate(self.prompts.after(cell.context), once)
         return run_job(self._system(cell, decoder), requests, self._clock)
-
-    def run_profile(self, cell: Cell) -> list[ProfiledRound]:
-        """Profile some rounds of a cell, part by part."""
-        n = cell.num_draft_tokens
-        assert n != "auto"
-        ids = self.prompts.after(cell.context)
-        prompts = [ids[i % len(ids)] for i in range(cell.batch)]
-        rounds, temperature = self._recipe.run.profile_rounds, cell.temperature
-        decoder = self._decoder(cell, texts=False)
-        return profile(
-            decoder, prompts, n, rounds, temperature=temperature, clock=self._clock
-        )
 
     def _prompts(self, cell: Cell) -> list[Prompt]:
         """The prompts as texts, which the job encodes, or as token ids."""
@@ -154,14 +135,12 @@ class Bench:
         would hold the prompts of earlier passes, which are the same.
         """
         if cell.prefix_cache:
-            return self._decoder(cell, texts=self._texts)
-        # The load decides when requests arrive, not how they are decoded.
-        cell = replace(cell, load=0.0)
+            return self._decoder(cell)
         if cell not in self._kept:
-            self._kept[cell] = self._decoder(cell, texts=self._texts)
+            self._kept[cell] = self._decoder(cell)
         return self._kept[cell]
 
-    def _decoder(self, cell: Cell, *, texts: bool) -> SpecDecoder:
+    def _decoder(self, cell: Cell) -> SpecDecoder:
         memory = DEFAULT_PREFIX_CACHE_MEMORY if cell.prefix_cache else None
         config = EngineConfig(
             batch_size=cell.batch,
@@ -172,7 +151,7 @@ class Bench:
         )
         target = self._target
         drafter = None if cell.draft is None else self._drafts[cell.draft]
-        if not texts:  # both models run with token ids alone
+        if not self._texts:  # both models run with token ids alone
             target = token_level(target.model)
             if drafter is not None and drafter.model is not None:
                 drafter = replace(drafter, model=token_level(drafter.model.model))
@@ -234,19 +213,10 @@ def run_recipe(
                 if minutes is not None and clock() - begun >= 60 * minutes:
                     break
                 with brackets(unit) if brackets else nullcontext():
-                    _run(bench, unit, raw)
+                    record = bench.run_pass(unit.cell)
+                    raw.add(unit, untraced(record) if unit.number else record)
     assert raw.results is not None
     return raw.results
-
-
-def _run(bench: Bench, unit: Unit, raw: RawFile) -> None:
-    if unit.number is None:
-        raw.add(unit, bench.run_profile(unit.cell))
-        return
-    assert raw.results is not None
-    rate = arrivals_per_second(raw.results, unit.cell)
-    record = bench.run_pass(unit.cell, rate)
-    raw.add(unit, untraced(record) if unit.number else record)
 
 
 def _described(prompts: EncodedSet) -> PromptsRecord:

@@ -129,16 +129,14 @@ def specdec(decoder: SpecDecoder, options: Options) -> System:
 
     def run(job: Job) -> None:
         session = decoder.session(observer=_Watch(job.rounds))
-        while session.busy or not job.all_taken:
-            indices = job.arrived(wait=not session.busy)
-            for i, prompt in zip(indices, options.encode(job, indices), strict=True):
-                params = SamplingParams(
-                    max_tokens=job.requests[i].max_tokens,
-                    temperature=options.temperature,
-                    seed=options.seed + i,
-                )
-                added = session.add_encoded(prompt, params)
-                assert added == i
+        for i, prompt in enumerate(options.encode(job, range(len(job.requests)))):
+            params = SamplingParams(
+                max_tokens=job.requests[i].max_tokens,
+                temperature=options.temperature,
+                seed=options.seed + i,
+            )
+            assert session.add_encoded(prompt, params) == i
+        while session.busy:
             events, now = session.step(), job.now
             for event in events:
                 job.take(event.index, event.token_ids, now)
@@ -173,10 +171,9 @@ def mlx_lm_step(
         )
 
     def run(job: Job) -> None:
-        while not job.all_taken:
-            for i in job.arrived(wait=True):
-                (prompt,) = options.encode(job, [i])
-                one(job, i, prompt)
+        for i in range(len(job.requests)):
+            (prompt,) = options.encode(job, [i])
+            one(job, i, prompt)
         mx.synchronize(generation_stream)
 
     def one(job: Job, i: int, prompt: EncodedPrompt) -> None:
@@ -220,18 +217,14 @@ def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
             prefill_batch_size=min(batch_size, _PREFILL_BATCH),
             prefill_step_size=options.prefill_step_size,
         )
-        index: dict[int, int] = {}
-        running = 0
-        while running or not job.all_taken:
-            indices = job.arrived(wait=not running)
-            if indices:
-                encoded = options.encode(job, indices)
-                uids = generator.insert(
-                    [list(p.token_ids) for p in encoded],
-                    [job.requests[i].max_tokens for i in indices],
-                )
-                index |= dict(zip(uids, indices, strict=True))
-                running += len(indices)
+        encoded = options.encode(job, range(len(job.requests)))
+        uids = generator.insert(
+            [list(p.token_ids) for p in encoded],
+            [request.max_tokens for request in job.requests],
+        )
+        index = {uid: i for i, uid in enumerate(uids)}
+        running = len(index)
+        while running:
             responses = generator.next_generated()
             now = job.now
             new = [r for r in responses if not job.received[index[r.uid]].tokens]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +29,6 @@ batch = [1, 2]
 max_tokens = 9
 least_tokens = 3
 repeat = 2
-profile_rounds = 2
 """
 
 Tiny = Callable[..., Recipe]
@@ -62,12 +60,9 @@ def tiny(tmp_path: Path) -> Tiny:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all results of the tiny recipe, also under a load."""
+    """A folder with all results of the tiny recipe."""
     folder = tmp_path_factory.mktemp("whole")
     file = folder / "tiny.toml"
     file.write_text(TINY, "utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        # Time passes by looking at the clock: waiting for a request waits for nothing.
-        patch.setattr(time, "sleep", lambda seconds: None)
-        run(Recipe.read(file, ["load=[0, 0.5]"]), folder / "out")
+    run(Recipe.read(file), folder / "out")
     return folder / "out"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 
 from specdec.tools.bench import figures as figures_module
 from specdec.tools.bench.cells import Cell, Unit, cells_of, conditions_of
-from specdec.tools.bench.counts import RoundCost
-from specdec.tools.bench.figures import CellFigures, Figures
+from specdec.tools.bench.figures import CellFigures, Figures, by_position
 from specdec.tools.bench.job import JobRecord, RequestRecord, RoundTimes
-from specdec.tools.bench.plots import speedup
 from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.recipe import Recipe
-from specdec.tools.bench.report import ON_A_GPU, findings, html_page, report
+from specdec.tools.bench.report import findings, html_page, report
 from specdec.utils.records import read_record
 from specdec.utils.tables import percentile
 
@@ -33,7 +29,7 @@ MIB = 2**20
 
 
 def request(tokens: int = 4, *counts: int, **others: Any) -> RequestRecord:
-    """One of (rounds, drafted, accepted), there from the beginning."""
+    """One of (rounds, drafted, accepted)."""
     rounds, drafted, accepted = counts or (0, 0, 0)
     made = RequestRecord(
         prompt_tokens=3,
@@ -41,7 +37,6 @@ def request(tokens: int = 4, *counts: int, **others: Any) -> RequestRecord:
         rounds=rounds,
         drafted=drafted,
         accepted=accepted,
-        arrived=0.0,
         first=0.5,
         ended=1.0,
         digest="x",
@@ -80,12 +75,6 @@ def made(recipe: Recipe, drafted: list[RequestRecord], repeat: int = 2) -> Figur
             record = job(each, *counted, traced=traced)
             line = {"kind": "job", "cell": asdict(cell), "pass": number}
             results.take({**line, **as_json(record)})
-    for cell, draft, verify in ((plain, 0.0, 10.0), (ours, 4.0, 15.0)):
-        # Half a millisecond to build each part, the rest waited for.
-        apart = {"verify": [0.5, verify - 0.5], "sampling": [0.0, 1.0], "total": 20.0}
-        apart |= {"draft": [0.5, draft - 0.5]} if draft else {}
-        line = {"kind": "profile", "cell": asdict(cell), "rounds": [apart, apart]}
-        results.take(line)
     return Figures(results)
 
 
@@ -112,31 +101,25 @@ def test_ratios_are_taken_pass_by_pass(figures: Figures) -> None:
     assert f.peak_bytes == (3 * MIB, 2 * MIB)
 
 
-def test_three_means_of_acceptance(figures: Figures) -> None:
+def test_acceptance(figures: Figures) -> None:
     """One request accepts 3 of 4 in 2 rounds, the other none of 6 in 3."""
     (f,) = figures.drafted
     a = f.acceptance()
     assert (a.accepted, a.drafted, a.rate, a.rounds) == (3, 10, 0.3, 5)
     assert a.length == 1 + 3 / 5
-    assert a.request_mean("rate") == 0.75 / 2
-    assert a.request_mean("length") == (2.5 + 1.0) / 2
-    assert a.token_mean("rate") == 0.75 * 6 / 8
-    assert a.token_mean("length") == (2.5 * 6 + 1.0 * 2) / 8
     assert figures.categories == ["a", "b"]
     assert (f.acceptance("a").rate, f.acceptance("b").rate) == (0.75, 0)
 
 
-def test_costs_and_predictions(figures: Figures) -> None:
-    (f,) = figures.drafted
-    assert f.cost == RoundCost(draft_step=0.2, verify=1.5, k=2)
-    assert f.parts is not None
-    shares = {"draft": 3.5, "verify": 14.5, "sampling": 1, "host": 1}
-    assert f.parts.shares == pytest.approx({n: t / 20 for n, t in shares.items()})
-    # Tried: 2 + 1 + 2 + 1 + 1 tokens; accepted: 3.
-    a = 3 / 7
-    assert f.predicted == pytest.approx((1 + a + a * a) / 1.9)
-    ran = f.policies()["per-sequence trim (what ran)"]
-    assert ran.speedup == pytest.approx((8 / (3 * 1.9)) / (5 / 3))
+def test_acceptance_by_position() -> None:
+    """The share of rounds, where all draft alike; else it never rises."""
+    rounds = [(3, 3), (3, 0), (3, 1), (3, 1)]
+    assert by_position(rounds) == pytest.approx([3 / 4, 1 / 4, 1 / 4])
+    # One of two rounds that draft one token accepts it: 4 of 6, then 1 of 3 of these.
+    assert by_position([*rounds, (1, 1), (1, 0)]) == pytest.approx(
+        [4 / 6, 2 / 9, 2 / 9]
+    )
+    assert by_position([]) == []
 
 
 def test_the_report_says_what_was_found(figures: Figures) -> None:
@@ -152,23 +135,18 @@ def test_the_report_says_what_was_found(figures: Figures) -> None:
     name = "batch 2: specdec, random:tiny:1, k = 2"
     assert f"| a | {name} | 1 | 0.750 | 2.50 |" in text
     assert f"| b | {name} | 1 | 0.000 | 1.00 |" in text
-    assert f"| {name} | 3 (60%) | 1 (20%) | 1 (20%) |" in text
+    assert "| 1.60 | 0.300: .40 .20 |" in text
 
 
-def test_names_of_others_stay_texts_in_the_page(
-    figures: Figures, tmp_path: Path
-) -> None:
+def test_names_of_others_stay_texts_in_the_page(figures: Figures) -> None:
     """A category or a title that runs in the browser of who opens the report."""
     figures.results.prompts.categories[0] = "<script>alert(1)</script>"
     text = report(figures)
     assert "<script>" in text
-    page = html_page("</title><script>", text + "\n<img src=x onerror=a()>\n", tmp_path)
+    page = html_page("</title><script>", text + "\n<img src=x onerror=a()>\n")
     assert page is not None
     assert "<script" not in page
     assert "<img" not in page
-    assert (
-        page.count("<details>") == page.count("</details>") == text.count("<details>")
-    )
 
 
 def test_where_nothing_was_drafted(tiny: Tiny) -> None:
@@ -180,10 +158,7 @@ def test_where_nothing_was_drafted(tiny: Tiny) -> None:
     text = report(figures)
     assert "| nothing drafted |" in text
     assert "times no draft" not in text
-    assert speedup(figures) is None
-    a = f.acceptance()
-    assert (a.length, a.request_mean("length"), a.token_mean("length")) == (1, 1, 1)
-    assert (a.rate, a.request_mean("rate"), a.token_mean("rate")) == (0, 0, 0)
+    assert (f.acceptance().length, f.acceptance().rate) == (1, 0)
 
 
 def test_one_pass_has_no_range(tiny: Tiny) -> None:
@@ -217,24 +192,15 @@ def test_a_draft_is_named_by_the_last_part_of_its_path() -> None:
     assert Unit(cell, 1).label == "batch 1: specdec, Tiny-Draft, k = 2, pass 1"
 
 
-def test_latencies_and_queues_by_hand() -> None:
-    """Waiting counted from the job's beginning, or a queue that nobody sees."""
-
-    def figures(record: JobRecord) -> CellFigures:
-        cell = Cell(system="specdec", load=0.5)
-        prompts = PromptsRecord(digest="", found=1, tokens=[1], categories=[None])
-        return CellFigures(Results({}, prompts, passes={cell: {1: record}}), cell)
-
-    steady = [request(11, arrived=i, first=i + 0.5, ended=i + 1.5) for i in range(8)]
-    f = figures(job(10, *steady))
+def test_latencies_by_hand() -> None:
+    """The first token's time counted among the others', or the other way round."""
+    cell = Cell(system="specdec")
+    prompts = PromptsRecord(digest="", found=1, tokens=[1], categories=[None])
+    record = job(10, *[request(11, first=0.5, ended=1.5) for _ in range(8)])
+    f = CellFigures(Results({}, prompts, passes={cell: {1: record}}), cell)
     assert set(f.first_token_ms) == {500.0}
     assert f.token_ms == pytest.approx([100.0] * 8)
-    assert (f.offered, f.waiting, f.saturated) == (1, 0, False)
-    full = [
-        request(5, arrived=i, first=4.0 * i, ended=4.0 * i + 4) for i in range(1, 9)
-    ]
-    f = figures(job(40, *full))
-    assert (f.waiting, f.saturated, f.rates) == (5, True, {1: 1.0})
+    assert f.rates == {1: 8.8}
 
 
 def test_rounds_are_merged_over_passes() -> None:
@@ -269,21 +235,3 @@ def test_percentiles_are_values_that_came() -> None:
     values = [float(i) for i in range(1, 101)]
     assert [percentile(values, p) for p in (1, 10, 50, 99, 100)] == [1, 10, 50, 99, 100]
     assert percentile([3.0], 10) == percentile([3.0], 99) == 3.0
-
-
-def test_what_is_said_of_a_gpu_was_measured() -> None:
-    """A figure of the packaged draft that nobody measured, or of another one."""
-    results = Path(__file__).parents[3] / "benchmarks" / "results"
-    figures = Figures(Results.read(results / "jobs-smollm2-h100"))
-    autos = sorted(figures.drafted, key=lambda f: f.cell.batch)
-    assert [(f.cell.batch, f.cell.num_draft_tokens) for f in autos] == [
-        (1, "auto"),
-        (8, "auto"),
-        (32, "auto"),
-    ]
-    said = [f"{median(f.ratios(figures.plain(f))):.2f}" for f in autos]
-    assert f"{said[0]}, {said[1]} and {said[2]} times as fast as no draft" in ON_A_GPU
-    jobs = [len(f.first.requests) for f in autos]
-    assert (
-        f"jobs of {jobs[0]}, {jobs[1]} and {jobs[2]} prompts, three passes" in ON_A_GPU
-    )

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from specdec.tools.bench.cells import units_of
-from specdec.tools.bench.figures import Figures, arrivals_per_second
+from specdec.tools.bench.figures import Figures
 from specdec.tools.bench.job import Rounds, requests_of
 from specdec.tools.bench.raw import Results
 from specdec.tools.bench.report import report
@@ -22,14 +20,14 @@ def test_every_system_decodes_the_same_requests_to_the_same_tokens(whole: Path) 
     systems = {cell.system for cell in results.passes}
     assert systems == {"mlx-lm step", "mlx-lm batch", "mlx-lm speculative", "specdec"}
     first = None
-    for cell, passes in results.passes.items():
-        assert sorted(passes) == ([1] if cell.load else [0, 1, 2])
+    for passes in results.passes.values():
+        assert sorted(passes) == [0, 1, 2]
         for job in passes.values():
             found = [(r.prompt_tokens, r.tokens, r.digest) for r in job.requests]
             first = first or found
             assert found == first
             for r in job.requests:
-                assert r.arrived <= r.first <= r.ended <= job.seconds
+                assert 0 < r.first <= r.ended <= job.seconds
     assert first is not None
     assert len({tokens for _, tokens, _ in first}) > 2
 
@@ -57,15 +55,10 @@ def test_rounds_are_all_there(whole: Path) -> None:
 
 def test_the_order_gives_a_stopped_run_some_of_all(tiny: Tiny) -> None:
     """A run that time ends early would have no figure of its last batch."""
-    units = list(units_of(tiny("load=[0, 1]")))
+    units = list(units_of(tiny()))
     assert len(set(units)) == len(units)
-    passes = [u for u in units if not u.cell.load and u.number is not None]
-    assert [u.number for u in passes] == sorted(u.number or 0 for u in passes)
-    assert {u.cell.batch for u in passes if u.number == 0} == {1, 2}
-    assert units[: len(passes)] == passes
-    profiles = units[len(passes) :][: 2 * 2]
-    assert {u.number for u in profiles} == {None}
-    assert {u.number for u in units[len(passes) + 4 :]} == {1}
+    assert [u.number for u in units] == sorted(u.number for u in units)
+    assert {u.cell.batch for u in units if u.number == 0} == {1, 2}
 
 
 def test_a_run_without_time_stops_and_says_so(tiny: Tiny, tmp_path: Path) -> None:
@@ -74,7 +67,7 @@ def test_a_run_without_time_stops_and_says_so(tiny: Tiny, tmp_path: Path) -> Non
     assert "**Not complete" in report(figures)
 
 
-def test_lengths_and_arrivals_are_the_same_in_every_run(tiny: Tiny) -> None:
+def test_lengths_are_the_same_in_every_run(tiny: Tiny) -> None:
     """Systems compared on other lengths, or all prompts of one length."""
     recipe = tiny("max_tokens=256", "least_tokens=32", "prompts_per_row=8")
     prompts: list[Any] = [[i] for i in range(64)]
@@ -90,11 +83,6 @@ def test_lengths_and_arrivals_are_the_same_in_every_run(tiny: Tiny) -> None:
     # A prompt has its length in every job.
     by_prompt = {tuple(r.prompt): r.max_tokens for r in all_}
     assert all(by_prompt[tuple(r.prompt)] == r.max_tokens for r in one)
-    spaced = [r.arrives for r in requests_of(prompts, recipe, 32, rate=2.0)]
-    assert spaced == sorted(spaced)
-    assert spaced[0] == 0
-    assert 20 < spaced[-1] < 50
-    assert {r.arrives for r in all_} == {0.0}
 
 
 def test_a_round_is_near_a_join_on_either_side() -> None:
@@ -114,30 +102,10 @@ def test_a_round_is_near_a_join_on_either_side() -> None:
     assert {(r.p10, r.p90, r.mean) for r in rounds.times()} == {(tick, tick, tick)}
 
 
-def test_requests_arrive_at_a_share_of_what_the_engine_does(whole: Path) -> None:
-    results = Results.read(whole)
-    figures = Figures(results)
-    for cell in results.passes:
-        if not cell.load:
-            assert arrivals_per_second(results, cell) == 0
-    for f in figures.under_load:
-        (plain,) = (
-            p
-            for p in figures.at_once
-            if p.cell.label == "specdec, no draft" and p.cell.batch == f.cell.batch
-        )
-        a, b = (len(p.requests) / p.seconds for p in plain.counted)
-        rate = arrivals_per_second(results, f.cell)
-        assert rate == pytest.approx(0.5 * (a + b) / 2)
-        arrived = [r.arrived for r in f.counted[0].requests]
-        assert arrived == sorted(arrived)
-        assert arrived[-1] > 0
-
-
 def test_a_prefix_cache_is_warm_when_it_counts(tiny: Tiny, tmp_path: Path) -> None:
     """Both prompts find the common text there, in every pass."""
     settings = ("draft=[]", "context=[40]", "prefix_cache=[false, true]", "batch=2")
-    few = ("prefill_step_size=8", "mlx_lm=false", "profile_rounds=0", "count=2")
+    few = ("prefill_step_size=8", "mlx_lm=false", "count=2")
     results = run(tiny(*settings, *few), tmp_path / "out")
     for cell, passes in results.passes.items():
         for job in passes.values():
@@ -145,13 +113,13 @@ def test_a_prefix_cache_is_warm_when_it_counts(tiny: Tiny, tmp_path: Path) -> No
             assert min(reused) >= 40 if cell.prefix_cache else reused == [0, 0]
     text = report(Figures(results))
     assert "times sooner (n = 4)." in text
-    assert "context" not in text.partition("## Speed")[2].partition("\n\nTokens")[0]
+    assert "context" not in text.partition("| system |")[2].partition("\n\nTokens")[0]
 
 
 def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:
     """N-grams, which mlx-lm's speculation does not know, and layers of the target."""
     drafts = ("draft=['ngram', 'layers:0']", "temperature=0.8", "count=2")
-    results = run(tiny(*drafts, "repeat=1", "profile_rounds=0"), tmp_path / "out")
+    results = run(tiny(*drafts, "repeat=1"), tmp_path / "out")
     theirs = {c.draft for c in results.passes if c.system == "mlx-lm speculative"}
     assert theirs == {"layers:0"}
     figures = Figures(results)
@@ -172,4 +140,3 @@ def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:
         assert sum(r.drafted or 0 for r in rounds) == sum(drafted)
         if f.cell.num_draft_tokens == 2:
             assert all(drafted) == (f.cell.draft == "layers:0")
-    assert "| rounds | drafted | 10% |" in report(figures)

@@ -55,7 +55,6 @@ def cut_down(name: str, recipe: Recipe, folder: str) -> list[str]:
         "num_draft_tokens=2",
         "max_tokens=2",
         "repeat=1",
-        f"profile_rounds={min(recipe.run.profile_rounds, 1)}",
     ]
 
 
