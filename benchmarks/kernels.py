@@ -36,7 +36,7 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.spec_decode.verifier import Verifier
-from specdec.tools.bench.cells import interleaved
+from specdec.tools.bench.cells import turns
 from specdec.tools.bench.models import (
     DTYPES,
     SHAPES,
@@ -624,8 +624,9 @@ def ngram(
         for b in batches
     }
     passes: dict[str, list[dict[str, list[float]]]] = {name: [] for name in systems}
-    for _, name, times in interleaved(systems, repeat):
-        passes[name].append(times)
+    for number in range(repeat):
+        for name in turns(list(systems), number):
+            passes[name].append(systems[name]())
     raw["load_average_after"] = os.getloadavg()
     raw["passes_ms"] = passes
 

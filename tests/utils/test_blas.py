@@ -85,7 +85,7 @@ def test_mlx_calls_it(tmp_path: Path, reference: str) -> None:
         "from specdec import SpecDecoder",
         "from specdec.ray import SpecDecodeStage",
         "import specdec.ray.job",  # as Ray's workers do, to unpickle
-        "import benchmarks.cache",
+        "import benchmarks.kernels",
     ],
 )
 def test_it_is_loaded_first(first: str, reference: str) -> None:
