@@ -64,7 +64,7 @@ class Progress:
 
         self.total, self.done = total, done
         self.on_terminal = sys.stderr.isatty()
-        self._unit, self._quiet, self._clock = unit, quiet, clock
+        self.unit, self._quiet, self._clock = unit, quiet, clock
         self._what = ""
         self._note: str | Callable[[], str] = ""
         self._share: Callable[[], float | None] | None = None
@@ -191,7 +191,7 @@ class Progress:
                 return
             self._shown = now
             total = f" of {self.total}" if self.total is not None else ""
-            units = self._unit + "s" * (self.total != 1)
+            units = self.unit + "s" * (self.total != 1)
             parts = [self._what, f"{self.done}{total} {units}", self._notes(now)]
             show(f"specdec: {', '.join(filter(None, parts))}", err=True)
 

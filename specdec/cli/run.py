@@ -7,7 +7,7 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ from .output import (
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .resume import Finished, common_of, finished_in, settings_of
+from .resume import common_of, finished_in, settings_of
 from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def run(
                 "out"
             )
         models.loading["chat_template"] = read_text(chat_template)
-    records = _with_images(_collect(texts, file, quiet=quiet), images)
+    records = _collect(texts, file, quiet=quiet)
     requests = requests_of(records, params)
     if not quiet:
         _note_what_does_nothing(models.draft, requests)
@@ -212,16 +212,11 @@ def run(
     if turns and config.prefix_cache_memory is None:
         # A turn repeats the turns before it, which need not be computed again.
         config = replace(config, prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY)
-    asked = requests if isinstance(requests, list) else [requests] * len(records)
     common = common_of(models, config, encoding)
-    finished: Finished | None = None
+    finished = None
     if resumed:
-        settings = [settings_of(params, common) for params in asked]
-        for i, params in enumerate(per_prompt(requests, len(records))):
-            own = records[i].fields.get("seed") is not None
-            if params.draws and (own or options.is_given("seed")):
-                settings[i]["seed"] = params.seed
-        finished = finished_in(str(output_file), records, settings)
+        asked = _settings_to_resume(records, requests, common)
+        finished = finished_in(str(output_file), records, asked)
     done = set() if finished is None else set(finished.lines)
     if done and len(done) == len(records):
         have = "the prompt has its result"
@@ -235,114 +230,180 @@ def run(
         output = OutputFile("--output", output_file, file, prepare)
 
     show_warnings(notes=not quiet)
-    loading = models.arguments(config)
+    job = _job(models.arguments(config), tensor_parallel, ray, ray_workers, quiet=quiet)
     left = [index for index in range(len(records)) if index not in done]
+    of_all: SamplingParams | list[SamplingParams] = requests
     if done or ray is not None:
-        of_all = per_prompt(requests, len(records))
-        requests = [of_all[index] for index in left]
-    job: _Here | RayJob
-    if ray is not None:
-        check_extra("--ray", "ray", "ray")
-        from ..backend import check_compiler
-        from ..ray.job import RayJob
-
-        if (missing := check_compiler()) and not quiet:
-            note(missing)
-
-        job = RayJob(ray, ray_workers, loading)
-        job = click.get_current_context().with_resource(job)
-    else:
-        if not raw:
-            templates.start()
-        job = _Here(*ranks.load(tensor_parallel, quiet=quiet, **loading))
+        each = per_prompt(requests, len(records))
+        requests = [each[index] for index in left]
     events = job.events(left, records, requests, encoding)
-
-    total = len(left) + turns
-    streaming = total == 1 and sys.stdout.isatty()
-    what = "turn" if turns else "prompt"
-    progress = Progress(what, total, quiet=quiet or streaming)
 
     def line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
         if output_format == "openai":
             return openai_line(result, record, model=job.target_name)
+        own = of_all[result.index] if isinstance(of_all, list) else of_all
         line = line_of_result(result, record)
-        return {**line, "settings": settings_of(asked[result.index], common)}
+        return {**line, "settings": settings_of(own, common)}
 
-    sink = Sink(records, output, progress.aside, line_of, done)
+    total = len(left) + turns
+    unit = "turn" if turns else "prompt"
+    streaming = total == 1 and sys.stdout.isatty()
+    progress = Progress(unit, total, quiet=quiet or streaming)
+    decoding = _Decoding(
+        job=job,
+        config=config,
+        requests=requests if isinstance(requests, list) else [requests],
+        records=records,
+        sink=Sink(records, output, progress.aside, line_of, done),
+        progress=progress,
+        file=output_file,
+        resumable=output_format == "specdec" and not turns,
+        earlier=bool(done),
+        quiet=quiet,
+    )
+    decoding.run(events, turns)
 
-    def kept() -> str:
-        """What has finished, where it is, and how to go on."""
-        coming = total - sink.dropped
-        text = f"{sink.finished} of {counted(coming, what)} finished"
-        if not (sink.finished or done):
-            text = f"no {what} had finished"
-        if output_file is None or not (sink.finished or done):
-            return text
-        text = f"{text}; {output_file} has the results"
-        resumable = output_format == "specdec" and not turns
-        more = sink.finished < coming
-        return f"{text}, and --resume continues" if resumable and more else text
 
-    def stdout_closed() -> None:
-        if output is not None:
-            progress.close()
-            show_error(f"standard output was closed: {kept()}")
+def _settings_to_resume(
+    records: Sequence[PromptRecord],
+    requests: SamplingParams | list[SamplingParams],
+    common: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """What a result has to be made with, to stand for each prompt's."""
+    settings = []
+    for record, params in zip(records, per_prompt(requests, len(records)), strict=True):
+        asked = settings_of(params, common)
+        seeded = record.fields.get("seed") is not None or options.is_given("seed")
+        if params.draws and seeded:
+            asked["seed"] = params.seed
+        settings.append(asked)
+    return settings
 
-    def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
+
+def _job(
+    loading: dict[str, Any],
+    tensor_parallel: int | None,
+    ray: str | None,
+    ray_workers: int | None,
+    *,
+    quiet: bool,
+) -> _Here | RayJob:
+    """The job, with its models loaded, or with the cluster that will load them."""
+    if ray is None:
+        if not given("ignore_chat_template"):
+            templates.start()
+        return _Here(*ranks.load(tensor_parallel, quiet=quiet, **loading))
+    check_extra("--ray", "ray", "ray")
+    from ..backend import check_compiler
+    from ..ray.job import RayJob
+
+    if (missing := check_compiler()) and not quiet:
+        note(missing)
+    job = RayJob(ray, ray_workers, loading)
+    return click.get_current_context().with_resource(job)
+
+
+@dataclass(kw_only=True)
+class _Decoding:
+    """A job while it decodes: where results go, what is shown, and how it ends.
+
+    Args:
+        requests: the settings of each prompt, or those of all.
+        file: the file of ``--output``, if any.
+        resumable: ``--resume`` can go on from that file.
+        earlier: that file has results of an earlier run.
+    """
+
+    job: _Here | RayJob
+    config: EngineConfig
+    requests: Sequence[SamplingParams]
+    records: Sequence[PromptRecord]
+    sink: Sink
+    progress: Progress
+    file: str | None
+    resumable: bool
+    earlier: bool
+    quiet: bool
+
+    def run(self, events: Iterator[StreamEvent], turns: int) -> None:
+        """Take all events, report how the run ended, and exit if it failed.
+
+        Args:
+            turns: number of user turns after the first ones of the prompts.
+        """
+        interrupted, lost = False, None
+        ranks.last_words(self.job.leader, partial(self._conclude, interrupted=True))
+        with self.progress, last_words(lambda: self._conclude(interrupted=True)):
+            try:
+                self._take(events, turns)
+            except KeyboardInterrupt:
+                interrupted = True
+            except RankError as error:
+                interrupted, lost = True, error
+            except BrokenPipeError:
+                self._stdout_closed()
+                raise
+            except BaseException:
+                self.sink.close()
+                raise
+        self._conclude(interrupted=interrupted, lost=lost)
+        if interrupted and lost is None:
+            sys.exit(INTERRUPTED)
+        if lost is not None or self.sink.errors:
+            sys.exit(FAILURE)
+
+    def _take(self, events: Iterator[StreamEvent], turns: int) -> None:
+        sink, progress, total = self.sink, self.progress, self.progress.total or 0
+        share = Share(total, max(params.max_tokens for params in self.requests))
+        progress.add(0, **_at_first(self.job))
+        for event in events:
+            dropped = sink.dropped
+            sink.take(event)
+            ended = event.result is not None
+            share.drop(sink.dropped - dropped)
+            number = event.index * (turns + 1) + event.turn
+            share.take(number, len(event.token_ids), done=ended)
+            left = total - sink.dropped
+            done = progress.done + ended
+            progress.show(done, left, **_under_way(self.job), share=share)
+
+    def _conclude(self, *, interrupted: bool, lost: RankError | None = None) -> None:
         """Close the outputs, and report how the run ended."""
         try:
-            sink.close()
+            self.sink.close()
         except BrokenPipeError:
-            stdout_closed()
+            self._stdout_closed()
             raise
-        progress.close()
-        for index, error in sorted(sink.errors.items()):
-            show_error(f"{name_of(index, records)}: {error}")
+        self.progress.close()
+        for index, error in sorted(self.sink.errors.items()):
+            show_error(f"{name_of(index, self.records)}: {error}")
         if lost is not None:
             show_error(str(lost))
         if interrupted:
-            show_interrupted(kept())
-        if not quiet:
-            show(_summary(job, config, each, len(sink.errors)), err=True)
+            show_interrupted(self._kept())
+        if not self.quiet:
+            num_failed = len(self.sink.errors)
+            text = _summary(self.job, self.config, self.requests, num_failed)
+            show(text, err=True)
 
-    interrupted, lost = False, None
-    each = requests if isinstance(requests, list) else [requests]
-    share = Share(total, max(params.max_tokens for params in each))
-    ranks.last_words(job.leader, partial(conclude, interrupted=True))
-    with progress, last_words(lambda: conclude(interrupted=True)):
-        try:
-            progress.add(0, **_at_first(job))
-            for event in events:
-                dropped = sink.dropped
-                sink.take(event)
-                ended = event.result is not None
-                share.drop(sink.dropped - dropped)
-                share.take(
-                    event.index * (turns + 1) + event.turn,
-                    len(event.token_ids),
-                    done=ended,
-                )
-                progress.show(
-                    progress.done + ended,
-                    total - sink.dropped,
-                    **_under_way(job),
-                    share=share,
-                )
-        except KeyboardInterrupt:
-            interrupted = True
-        except RankError as error:
-            interrupted, lost = True, error
-        except BrokenPipeError:
-            stdout_closed()
-            raise
-        except BaseException:
-            sink.close()
-            raise
-    conclude(interrupted=interrupted, lost=lost)
-    if interrupted and lost is None:
-        sys.exit(INTERRUPTED)
-    if lost is not None or sink.errors:
-        sys.exit(FAILURE)
+    def _stdout_closed(self) -> None:
+        if self.file is not None:
+            self.progress.close()
+            show_error(f"standard output was closed: {self._kept()}")
+
+    def _kept(self) -> str:
+        """What has finished, where it is, and how to go on."""
+        unit, coming = self.progress.unit, self.progress.total or 0
+        text = f"{self.sink.finished} of {counted(coming, unit)} finished"
+        any_result = self.sink.finished or self.earlier
+        if not any_result:
+            text = f"no {unit} had finished"
+        if self.file is None or not any_result:
+            return text
+        text = f"{text}; {self.file} has the results"
+        more = self.sink.finished < coming
+        resume = ", and --resume continues" if self.resumable and more else ""
+        return f"{text}{resume}"
 
 
 def _check_together(turns: int, *, raw: bool) -> None:

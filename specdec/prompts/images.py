@@ -16,13 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PromptError
 from ..utils.extras import install
 from ..utils.printable import quoted, shorten
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 #: What is decoded. Other decoders of Pillow have had more defects than users.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -62,6 +64,8 @@ class Image:
     @property
     def pixels(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The pixels, shape (height, width, 3)."""
+        import numpy as np
+
         flat = np.frombuffer(self.rgb, np.uint8)
         return flat.reshape(self.height, self.width, 3)
 
@@ -171,6 +175,8 @@ def read_image(source: Any) -> Image:
                 f"be read ({type(error).__name__}): convert it"
             ) from error
     elif not isinstance(source, pil.Image.Image):
+        import numpy as np
+
         pixels = np.asarray(source)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
             raise PromptError(

@@ -159,7 +159,7 @@ def test_one_while_the_command_is_imported() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stderr) == (130, "specdec: interrupted\n")
-    assert done.stdout.startswith("specdec.utils.blas")
+    assert done.stdout.startswith("specdec.utils.process")
 
 
 @pytest.mark.parametrize("cleaning", ["at_work", "stuck"])
