@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_adapters
 
@@ -13,8 +14,11 @@ from ..errors import ModelError
 from ..utils.data_files import DataError, check_shape, read_json
 from ..utils.files import NOT_PLAIN
 from ..utils.printable import shorten
+from .layers import arrays_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapters.safetensors"
+# Names of arrays that an adapter adds to a layer.
+_ARRAYS = ("lora_a", "lora_b", "m")
 # The largest rank that an adapter may have. Known adapters have a hundredth of it.
 _MOST_RANK = 1 << 14
 
@@ -30,7 +34,7 @@ def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
             model.
     """
     folder = Path(os.path.expanduser(adapter_path))
-    _check(folder)
+    full = _check(folder).get("fine_tune_type") == "full"
     try:
         load_adapters(model, str(folder))
     except Exception as error:  # its files may say anything
@@ -39,11 +43,29 @@ def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
             f"adapter {folder} does not fit the model ({why}): give the model that it "
             "was trained on"
         ) from error
+    _check_whole(model, folder, whole=full)
     model.eval()
 
 
-def _check(folder: Path) -> None:
-    """Refuse adapters that mlx-lm cannot read, or only with too much time or memory."""
+def _check_whole(model: nn.Module, folder: Path, *, whole: bool) -> None:
+    """Refuse weights that leave a part of the adapter as it was before training.
+
+    mlx-lm loads any subset. Without ``lora_b`` a layer stays as it was; without
+    ``lora_a`` it is multiplied by random numbers.
+    """
+    stored: Any = mx.load(str(folder / _WEIGHTS))
+    wanted = [n for n, _ in arrays_of(model) if n.rpartition(".")[2] in _ARRAYS]
+    lacking = [] if whole else sorted(set(wanted) - stored.keys())
+    if lacking or not stored:
+        what = f"{lacking[0]} is missing" if lacking else "it has none"
+        raise ModelError(
+            f"adapter {folder} does not hold what its {_CONFIG} names (of its arrays "
+            f"{what}): train it again, or copy the whole folder"
+        )
+
+
+def _check(folder: Path) -> dict[str, Any]:
+    """An adapter's configuration, if mlx-lm can read it and it changes the model."""
     for name in (_CONFIG, _WEIGHTS):
         path = folder / name
         if not path.exists():
@@ -55,10 +77,17 @@ def _check(folder: Path) -> None:
             raise ModelError(f"{path}: {NOT_PLAIN}: give a folder of mlx_lm.lora")
     path = folder / _CONFIG
     try:
-        shape = {"lora_parameters?": {"rank?": int}}
+        shape = {"lora_parameters?": {"rank?": int, "scale?": float}}
         config: dict[str, Any] = check_shape(read_json(path), shape)
-        rank = config.get("lora_parameters", {}).get("rank", 1)
+        lora = config.get("lora_parameters", {})
+        rank = lora.get("rank", 1)
     except DataError as error:
         raise ModelError(f"{path} cannot be read ({error}): train it again") from error
     if not 1 <= rank <= _MOST_RANK:
         raise ModelError(f"{path} says rank is {rank}: train it again")
+    if lora.get("scale") == 0:
+        raise ModelError(
+            f"{path} says scale is 0, so that the adapter changes nothing: leave the "
+            "adapter out, or train it with another scale"
+        )
+    return config

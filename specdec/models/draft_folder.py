@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model
 
 from ..errors import ModelError, UnsupportedModelError
 from ..utils.data_files import DataError, check_shape, read_json
-from .folder import check_folder, explained
+from .folder import check_folder, explained, plain_folder
 from .layers import arrays_of, text_model
 from .loaded import Described, LoadedModel
 
@@ -120,12 +120,10 @@ def open_layers(
     folder = Path(os.path.expanduser(source))
     with explained(source):
         check_folder(folder)
-        model, config = load_model(
-            folder,
-            lazy=True,
-            strict=False,
-            trust_remote_code=trust_remote_code,
-        )
+        with plain_folder(folder) as plain:
+            model, config = load_model(
+                plain, lazy=True, strict=False, trust_remote_code=trust_remote_code
+            )
     # An embedding of the configured size would be filled with random numbers.
     part = text_model(model, source, "lending an embedding")
     part["model"]["embed_tokens"] = nn.Embedding(1, 1)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ..errors import (
     SpecdecError,
     UnsupportedModelError,
 )
-from ..utils.data_files import DataError, read_json, read_table
+from ..utils.data_files import DataError, check_shape, read_json, read_table
 from ..utils.files import MOST_BYTES, NOT_PLAIN
 from ..utils.printable import first_line, quoted, shorten
 
@@ -42,6 +43,7 @@ _MOST = (
 # Keys of the number of layers. Each layer stores at least one tensor.
 _LAYERS = re.compile(r"(n|num)(_hidden)?_layers?")
 _WEIGHTS = "model*.safetensors"
+_INDEX = "model.safetensors.index.json"
 # mlx-lm's message for an architecture that it does not know.
 _UNKNOWN_TYPE = re.compile(r"Model type .* not supported")
 # Packages whose errors mean that the hub did not deliver the model.
@@ -76,14 +78,79 @@ def check_folder(path: Path) -> None:
     check_sizes(config, file)
     _check_added_tokens(path)
     if has_weights(path):
-        # Only headers are read.
-        tensors = sum(len(mx.load(str(each))) for each in path.glob(_WEIGHTS))
+        tensors = len(read_arrays(weight_files(path), str(path)))  # headers only
         _check_layers(config, file, tensors)
 
 
 def has_weights(path: Path) -> bool:
     """Whether there are weights under the name that mlx-lm expects."""
     return any(path.glob(_WEIGHTS))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a model's weights, sorted by name.
+
+    If the folder has an index and all files that it names, these are the files: others
+    are older, or a draft head's. Without an index, all files are but those of heads.
+
+    Raises:
+        ModelError: the index cannot be read.
+    """
+    every = sorted(path.glob(_WEIGHTS))
+    index = path / _INDEX
+    try:
+        shape = {"weight_map": dict}
+        listed = {*check_shape(read_json(index), shape)["weight_map"].values()}
+    except FileNotFoundError:
+        listed = set()
+    except (DataError, TypeError) as error:
+        raise ModelError(f"{index} cannot be read ({error}): download it again") from (
+            error
+        )
+    if listed and listed <= {each.name for each in every}:
+        return [each for each in every if each.name in listed]
+    return [each for each in every if not is_mtp_file(each.name)]
+
+
+def is_mtp_file(name: str) -> bool:
+    """Whether files of that name hold an MTP head beside a target."""
+    return re.match(r"(model-)?mtp\b", name) is not None
+
+
+def read_arrays(files: Iterable[Path], source: str) -> dict[str, mx.array]:
+    """The arrays of some ``.safetensors`` files, which are not computed yet.
+
+    Raises:
+        ModelError: two files hold an array of the same name.
+    """
+    arrays: dict[str, mx.array] = {}
+    for file in files:
+        found: Any = mx.load(str(file))
+        for name in arrays.keys() & found.keys():
+            raise ModelError(
+                f"{source} has {shorten(name)} in two files, one of them {file.name}: "
+                "remove the file that is no part of it"
+            )
+        arrays |= found
+    return arrays
+
+
+@contextmanager
+def plain_folder(path: Path) -> Iterator[Path]:
+    """A folder for mlx-lm, which reads every file that is named like weights.
+
+    It is the folder itself, or one of links that leaves out what is not the model's.
+    Arrays keep their files open, so that it may vanish before they are computed.
+    """
+    strays = {*path.glob(_WEIGHTS)} - {*weight_files(path)}
+    if not strays:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as made:
+        for entry in path.iterdir():
+            if entry not in strays:
+                Path(made, entry.name).symlink_to(entry.absolute())
+        yield Path(made)
 
 
 def check_files(path: Path) -> None:

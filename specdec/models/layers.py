@@ -69,6 +69,16 @@ def architecture_of(model: nn.Module) -> str:
     return type(model).__module__.rpartition(".")[2]
 
 
+def mixed(module: nn.Module, kind: type) -> Any:
+    """A twin of a module that shares its weights; ``kind`` comes before its class."""
+    return as_kind(module, _mixed(kind, type(module)))
+
+
+@cache
+def _mixed(kind: type, of: type) -> type:
+    return type(of.__name__, (kind, of), {"__module__": of.__module__})
+
+
 Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 

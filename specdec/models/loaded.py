@@ -64,25 +64,33 @@ class Described(Protocol):
     def loading_bytes(self) -> int: ...
 
 
+# Names of the number of positions, in the order in which they count. GPT-2's and
+# GPTBigCode's is the size of a table of positions; nobody reads past it.
+_POSITIONS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_seq_length",
+    "max_sequence_length", "seq_length", "n_ctx", "block_size",
+)  # fmt: skip
+# Parts of a configuration that describe the model of text.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+
+
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Positions that a model serves; ``None`` if its configuration does not say.
 
-    The larger of ``max_position_embeddings`` and, for a scaled rotary embedding, the
-    original length times the factor.
+    For a scaled rotary embedding, the original length times the factor, if that is
+    larger than the number that the configuration names.
     """
-    text = config.get("text_config") or config
-    length = text.get("max_position_embeddings") or config.get(
-        "max_position_embeddings"
-    )
-    if not isinstance(length, int):
+    parts = [config[k] for k in _TEXT_PARTS if isinstance(config.get(k), Mapping)]
+    named = (p.get(k) for p in (*parts, config) for k in _POSITIONS)
+    length = next((n for n in named if type(n) is int and n > 0), None)
+    if length is None:
         return None
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
-    original = (
-        scaling.get("original_max_position_embeddings")
-        if isinstance(scaling, Mapping)
-        else None
-    )
+    text = parts[0] if parts else config
+    scaling = text.get("rope_scaling") or text.get("rope_parameters")
+    if not isinstance(scaling, Mapping):
+        return length
+    factor = scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
     if isinstance(factor, int | float) and isinstance(original, int):
         return max(length, int(factor * original))
     return length

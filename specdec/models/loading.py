@@ -40,7 +40,7 @@ from .draft_folder import (
 )
 from .draft_heads.loading import load_head, read_head_config, ready
 from .draft_heads.mtp import open_mtp
-from .folder import check_folder, explained, tokenizer_config
+from .folder import check_folder, explained, plain_folder, tokenizer_config
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .kernel_proofs import kept_proofs
@@ -334,13 +334,14 @@ def _load_folder_or_hub(
     folder = folder_of(source, revision)
     with explained(source):
         check_folder(folder)
-        found: Any = mlx_lm.load(  # its type does not say that it returns three
-            str(folder),
-            tokenizer_config=tokenizer_config(trust_remote_code),
-            lazy=True,
-            return_config=True,
-            trust_remote_code=trust_remote_code,
-        )
+        with plain_folder(folder) as plain:
+            found: Any = mlx_lm.load(  # its type does not say that it returns three
+                str(plain),
+                tokenizer_config=tokenizer_config(trust_remote_code),
+                lazy=True,
+                return_config=True,
+                trust_remote_code=trust_remote_code,
+            )
         model, tokenizer, config = found
         if adapter_path is not None:
             adapt(model, adapter_path)

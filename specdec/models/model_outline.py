@@ -39,6 +39,7 @@ from .folder import (
     check_sizes,
     explained,
     has_weights,
+    plain_folder,
     read_config,
     tokenizer_config,
 )
@@ -259,7 +260,10 @@ def _from_folder(
     path: Path, trust_remote_code: bool
 ) -> tuple[nn.Module, dict[str, Any]]:
     if path.is_dir() and has_weights(path):
-        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        with plain_folder(path) as plain:
+            model, config = load_model(
+                plain, lazy=True, trust_remote_code=trust_remote_code
+            )
         return model, config
     return _from_config(path if path.is_file() else path / "config.json")
 

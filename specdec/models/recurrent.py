@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from ..cache import BatchCacheList, BatchRecurrentCache
 from ..cache.recurrent import Kept, Slots, Write, select
 from ..cuda import gated_delta
 from ..cuda.modules import as_kind
+from .layers import calling
 
 # More tokens than a window of any convolution has.
 _PROBE = 16
@@ -514,31 +514,67 @@ def _cache_of(given: Any) -> BatchRecurrentCache | None:
 # -- the twin ----------------------------------------------------------------
 
 
-class _Watched(mlx_lm_cache.ArraysCache):
-    """An ``ArraysCache`` that notes which layer writes which state."""
+# Modules that are being called, each with its ``cache``; the innermost one is last.
+_Calls = list[tuple[nn.Module, Any]]
 
-    def __init__(self, size: int):
+
+class _Watched(mlx_lm_cache.ArraysCache):
+    """An ``ArraysCache`` that notes which layer writes which state.
+
+    A state's layer is the innermost module that is called with this cache as its
+    ``cache``. What helps the layer, and gets states or nothing, is a part of it.
+
+    Args:
+        size: number of states.
+        calls: modules that are being called, each with its ``cache``.
+    """
+
+    def __init__(self, size: int, calls: Sequence[tuple[nn.Module, Any]]):
         super().__init__(size)
-        self.writers: dict[int, Any] = {}
+        self._calls = calls
+        self.writers: dict[int, nn.Module] = {}
 
     def __setitem__(self, place: int, value: mx.array) -> None:
         super().__setitem__(place, value)  # type: ignore[no-untyped-call]
-        frame = sys._getframe(1)
-        while frame is not None:
-            layer = frame.f_locals.get("self")
-            if isinstance(layer, nn.Module):
-                self.writers[place] = layer
+        for module, given in reversed(self._calls):
+            if any(c is self for c in getattr(given, "caches", [given])):
+                self.writers[place] = module
                 return
-            frame = frame.f_back  # type: ignore[assignment]
 
 
-def _watched(cache: Any, found: list[_Watched]) -> Any:
+def _watched(cache: Any, calls: _Calls, found: list[_Watched]) -> Any:
     if isinstance(cache, mlx_lm_cache.CacheList):
-        return mlx_lm_cache.CacheList(*(_watched(c, found) for c in cache.caches))
+        return mlx_lm_cache.CacheList(
+            *(_watched(c, calls, found) for c in cache.caches)
+        )
     if type(cache) is not mlx_lm_cache.ArraysCache:
         return cache
-    found.append(_Watched(len(cache.cache)))
+    found.append(_Watched(len(cache.cache), calls))
     return found[-1]
+
+
+def _noting_calls(part: Any, calls: _Calls) -> Any:
+    """A twin of ``part`` of a model whose modules note their calls with a cache."""
+    if isinstance(part, list | tuple):
+        return type(part)(_noting_calls(each, calls) for each in part)
+    if not isinstance(part, dict):
+        return part
+    items = {name: _noting_calls(value, calls) for name, value in part.items()}
+    if not isinstance(part, nn.Module):
+        return items
+    signature = inspect.signature(type(part).__call__)
+
+    def noted(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = signature.bind(part, *args, **kwargs).arguments.get("cache")
+        calls.append((part, given))
+        output = usual(*args, **kwargs)
+        calls.pop()
+        return output
+
+    reads = "cache" in signature.parameters
+    twin = calling(part, noted) if reads else as_kind(part, type(part))
+    dict.update(twin, items)
+    return twin
 
 
 def with_recurrent_rows(model: nn.Module) -> nn.Module:
@@ -549,10 +585,11 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
     are replaced later reach the twin through :func:`share_weights`.
     """
     found: list[_Watched] = []
-    caches = [_watched(c, found) for c in mlx_lm_cache.make_prompt_cache(model)]
+    calls: _Calls = []
+    caches = [_watched(c, calls, found) for c in mlx_lm_cache.make_prompt_cache(model)]
     if not found:
         return model
-    model(mx.zeros((1, _PROBE), mx.int32), cache=caches)
+    _noting_calls(model, calls)(mx.zeros((1, _PROBE), mx.int32), cache=caches)
     blank: dict[int, dict[int, tuple[tuple[int, ...], mx.Dtype]]] = {}
     for watched in found:
         for place, layer in watched.writers.items():

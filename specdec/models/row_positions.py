@@ -16,19 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import (
-    afm7,
-    deepseek_v41,
-    gemma2,
-    gpt_bigcode,
-    llama4,
-    minimax_m3_vl,
-    phi3small,
-)
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..cuda.modules import as_kind
-from .compressed_rows import with_compressed_rows
+from .layers import architecture_of, mixed
 
 
 def own_layers(trunk: Any) -> list[Any]:
@@ -42,7 +33,7 @@ def with_attention(model: Any, kind: type) -> nn.Module:
     twin = as_kind(model, type(model))
     twin["model"] = trunk = as_kind(model.model, type(model.model))
     for layer in own_layers(trunk):
-        layer["self_attn"] = as_kind(layer.self_attn, kind)
+        layer["self_attn"] = mixed(layer.self_attn, kind)
     made: nn.Module = twin
     return made
 
@@ -57,13 +48,14 @@ def queries_at(offset: mx.array, count: int) -> mx.array:
     return offset[:, None] + mx.arange(count)
 
 
-class _AFM7(afm7.AFMModel):
+class _AFM7(nn.Module):
     """Its layers without keys rotate their queries by each row's positions."""
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         if cache is None:
-            usual: mx.array = super().__call__(inputs)
-            return usual
+            usual: Any = super()
+            alone: mx.array = usual.__call__(inputs)
+            return alone
         h = self.embedding(inputs)
         mask = create_attention_mask(h, cache[0])
         # The offset before the layers write.
@@ -89,12 +81,12 @@ class _AFM7(afm7.AFMModel):
 
 def _afm7(model: Any) -> nn.Module:
     twin = as_kind(model, type(model))
-    twin["model"] = as_kind(model.model, _AFM7)
+    twin["model"] = mixed(model.model, _AFM7)
     made: nn.Module = twin
     return made
 
 
-class _Gemma2Attention(gemma2.Attention):
+class _Gemma2Attention(nn.Module):
     """Adds to a mask per row the axis of head groups that the scores have."""
 
     def __call__(
@@ -119,33 +111,50 @@ class _FromZero:
         return getattr(self._cache, name)
 
 
-class _Shifted(nn.Embedding):
-    """Embeddings of positions that are counted from each row's offset."""
+class _PositionTable(nn.Module):
+    """Embeddings of positions, none of them beyond the table.
+
+    Only padding, and tokens that no row keeps, have positions beyond it. MLX reads
+    whatever lies there, and what is no number spreads through masked products.
+    """
 
     def __call__(self, positions: mx.array) -> mx.array:
+        first = vars(self).get("rows")
+        if first is not None:
+            positions = first[:, None] + positions
         usual: Any = super()
-        embedded: mx.array = usual.__call__(vars(self)["rows"][:, None] + positions)
+        last = self.weight.shape[0] - 1
+        embedded: mx.array = usual.__call__(mx.minimum(positions, last))
         return embedded
 
 
-class _GPTBigCode(gpt_bigcode.GPTBigCodeModel):
+class _GPTBigCode(nn.Module):
     """Hides the offset from mlx-lm's code, which makes a range of it on the host."""
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        usual: Any = super()
         if cache is None:
-            usual: mx.array = super().__call__(inputs)
-            return usual
+            alone: mx.array = usual.__call__(inputs)
+            return alone
         offset = cache[0].offset
         vars(self.wpe)["rows"] = offset if of_rows(cache[0]) else mx.array([offset])
-        hidden: mx.array = super().__call__(inputs, [_FromZero(c) for c in cache])
+        hidden: mx.array = usual.__call__(inputs, [_FromZero(c) for c in cache])
         return hidden
 
 
 def _gpt_bigcode(model: Any) -> nn.Module:
     twin = as_kind(model, type(model))
-    twin["transformer"] = trunk = as_kind(model.transformer, _GPTBigCode)
-    trunk["wpe"] = as_kind(trunk.wpe, _Shifted)
+    twin["transformer"] = trunk = mixed(model.transformer, _GPTBigCode)
+    trunk["wpe"] = mixed(trunk.wpe, _PositionTable)
     vars(trunk.wpe)["rows"] = mx.zeros((1,), mx.int32)
+    made: nn.Module = twin
+    return made
+
+
+def _gpt2(model: Any) -> nn.Module:
+    twin = as_kind(model, type(model))
+    twin["model"] = trunk = as_kind(model.model, type(model.model))
+    trunk["wpe"] = mixed(trunk.wpe, _PositionTable)
     made: nn.Module = twin
     return made
 
@@ -164,7 +173,7 @@ class _Scaled(nn.Module):
         return output if scales is None else (output * scales).astype(output.dtype)
 
 
-class _Llama4Attention(llama4.Attention):
+class _Llama4Attention(nn.Module):
     """Scales queries by each row's positions, in layers without RoPE."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -178,7 +187,7 @@ class _Llama4Attention(llama4.Attention):
         return attended
 
 
-class _Llama4Model(llama4.LlamaModel):
+class _Llama4Model(nn.Module):
     """Takes masks of chunks from the caches; mlx-lm makes one mask for all rows."""
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
@@ -200,18 +209,18 @@ def _llama4(model: Any) -> nn.Module:
     twin["language_model"] = part = as_kind(
         model.language_model, type(model.language_model)
     )
-    part["model"] = trunk = as_kind(part.model, _Llama4Model)
+    part["model"] = trunk = mixed(part.model, _Llama4Model)
     for layer in own_layers(trunk):
         own = layer.self_attn
         if own.attn_temperature_tuning and not own.use_rope:
-            layer["self_attn"] = own = as_kind(own, _Llama4Attention)
+            layer["self_attn"] = own = mixed(own, _Llama4Attention)
             own.attn_temperature_tuning = 0
             own["q_proj"] = _Scaled(own.q_proj)
     made: nn.Module = twin
     return made
 
 
-class _MiniMaxM3Attention(minimax_m3_vl.Attention):
+class _MiniMaxM3Attention(nn.Module):
     """Its indexer uses each row's positions; mlx-lm's uses the last columns."""
 
     #: Its columns are positions, see :mod:`specdec.cache.columns`.
@@ -266,12 +275,12 @@ def _minimax_m3(model: Any) -> nn.Module:
     part["model"] = trunk = as_kind(part.model, type(part.model))
     for layer in own_layers(trunk):
         if layer.self_attn.is_sparse_attn:
-            layer["self_attn"] = as_kind(layer.self_attn, _MiniMaxM3Attention)
+            layer["self_attn"] = mixed(layer.self_attn, _MiniMaxM3Attention)
     made: nn.Module = twin
     return made
 
 
-class _Phi3SmallAttention(phi3small.Attention):
+class _Phi3SmallAttention(nn.Module):
     """Its sparse attention uses each row's positions; mlx-lm's uses the last columns.
 
     mlx-lm adds the boolean mask of its caches to the scores, which hides nothing in a
@@ -311,14 +320,22 @@ class _Phi3SmallAttention(phi3small.Attention):
         return None, (distance >= 0) & seen
 
 
-_TWINS: dict[type, Callable[[Any], nn.Module]] = {
-    afm7.Model: _afm7,
-    deepseek_v41.Model: with_compressed_rows,
-    gemma2.Model: partial(with_attention, kind=_Gemma2Attention),
-    gpt_bigcode.Model: _gpt_bigcode,
-    llama4.Model: _llama4,
-    minimax_m3_vl.Model: _minimax_m3,
-    phi3small.Model: partial(with_attention, kind=_Phi3SmallAttention),
+def _deepseek_v41(model: Any) -> nn.Module:
+    from .compressed_rows import with_compressed_rows  # subclasses of mlx-lm's module
+
+    return with_compressed_rows(model)
+
+
+# By mlx-lm's names of architectures, so that only the one in use is imported.
+_TWINS: dict[str, Callable[[Any], nn.Module]] = {
+    "afm7": _afm7,
+    "deepseek_v41": _deepseek_v41,
+    "gemma2": partial(with_attention, kind=_Gemma2Attention),
+    "gpt2": _gpt2,
+    "gpt_bigcode": _gpt_bigcode,
+    "llama4": _llama4,
+    "minimax_m3_vl": _minimax_m3,
+    "phi3small": partial(with_attention, kind=_Phi3SmallAttention),
 }
 
 
@@ -327,5 +344,5 @@ def with_row_positions(model: nn.Module) -> nn.Module:
 
     The twin shares the model's weights. The model itself does not change.
     """
-    twin = _TWINS.get(type(model))
+    twin = _TWINS.get(architecture_of(model))
     return model if twin is None else twin(model)

@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from specdec import ConfigError, EngineConfig, ModelError, SpecDecoder
 from specdec.models import load
 from specdec.models.model_outline import outline
-from specdec.prefix_cache.signature import signature
+from specdec.prefix_cache.signature import KnownWeights, signature
 from tests.plain import greedy
 
 from .folders import write_folder
@@ -133,3 +133,54 @@ def test_adapters_that_cannot_be(tmp_path: Path) -> None:
     decoder(
         "revision is 'main', and .* is on this machine: give a hub id", revision="main"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.clear(), "of its arrays .* is missing"),
+        (lambda weights: [weights.pop(k) for k in [*weights] if "lora_a" in k],
+         "lora_a is missing"),
+        (lambda weights: [weights.pop(k) for k in [*weights] if "lora_b" in k],
+         "lora_b is missing"),
+        (lambda weights: weights.pop(min(weights)), "is missing"),
+    ],
+)  # fmt: skip
+def test_a_part_of_an_adapter_is_refused(
+    change: Any, message: str, tmp_path: Path
+) -> None:
+    """It changed nothing, or multiplied by random numbers, without a word."""
+    write_folder(tmp_path / "target")
+    adapter = write_adapter(tmp_path / "a", tmp_path / "target")
+    file = adapter / "adapters.safetensors"
+    weights: Any = dict(mx.load(str(file)))
+    change(weights)
+    mx.save_safetensors(str(file), weights)
+    for opened in (load, outline):
+        with pytest.raises(ModelError, match=message):
+            opened(tmp_path / "target", adapter_path=adapter)
+
+
+@pytest.mark.parametrize(("scale", "message"), [(0, "changes nothing"), ("a", "scale")])
+def test_a_scale_that_does_nothing(scale: Any, message: str, tmp_path: Path) -> None:
+    """Or that is no number."""
+    write_folder(tmp_path / "target")
+    adapter = write_adapter(tmp_path / "a", tmp_path / "target", scale=2.0)
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    config["lora_parameters"]["scale"] = scale
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "target", adapter_path=adapter)
+
+
+def test_a_scale_that_changes_is_noticed(tmp_path: Path) -> None:
+    """Prefixes of the scale before would be found under the new one."""
+    write_folder(tmp_path / "target")
+    adapter = write_adapter(tmp_path / "a", tmp_path / "target")
+    model: Any = load(tmp_path / "target", adapter_path=adapter).model
+    known = KnownWeights(model)
+    assert not known.replaced()
+    model.layers[1].self_attn.q_proj.scale = 3.0
+    assert known.replaced()
+    assert not known.replaced()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 from mlx_lm.models import llama
@@ -227,3 +228,55 @@ def test_a_draft_of_another_width_is_refused_before_anything_loads(
     monkeypatch.setattr("specdec.decoder.load", never)
     with pytest.raises(ModelError, match=r"made for a target of width 64, and .* 128"):
         SpecDecoder.from_pretrained(tmp_path / "t", tmp_path / "m")
+
+
+def weights_of(folder: Path) -> dict[str, mx.array]:
+    found: Any = mx.load(str(folder / "model.safetensors"))
+    return dict(found)
+
+
+def noise(folder: Path) -> dict[str, mx.array]:
+    """Weights of another model, under the same names."""
+    every = weights_of(folder).items()
+    return {name: mx.random.normal(a.shape, key=mx.random.key(3)) for name, a in every}
+
+
+def first_norm(opened: Any) -> mx.array:
+    norm: mx.array = opened.model.model.norm.weight
+    return norm
+
+
+@OPENED
+@pytest.mark.parametrize("name", ["model_old", "model-00002-of-00002", "model-mtp"])
+def test_an_index_says_which_files_are_the_models(
+    name: str, opened: Any, tmp_path: Path
+) -> None:
+    """A file beside them replaced weights, or not, by the directory's order."""
+    write_folder(tmp_path / "m")
+    wanted = weights_of(tmp_path / "m")["model.norm.weight"]
+    stray = tmp_path / "m" / f"{name}.safetensors"
+    mx.save_safetensors(str(stray), noise(tmp_path / "m"))
+    assert mx.array_equal(first_norm(opened(tmp_path / "m")), wanted)
+    assert stray.exists()
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "of-another-conversion"}}))
+    for _ in range(2):
+        if name == "model-mtp":  # a head's; its loader reads it
+            assert mx.array_equal(first_norm(opened(tmp_path / "m")), wanted)
+        else:
+            with pytest.raises(ModelError, match=r"model\S* in two files, one of them"):
+                opened(tmp_path / "m")
+        index.unlink(missing_ok=True)
+
+
+@OPENED
+@pytest.mark.parametrize(
+    "text", ["[]", '{"weight_map": 3}', '{"weight_map": {"a": []}}']
+)
+def test_an_odd_index_is_refused(text: str, opened: Any, tmp_path: Path) -> None:
+    """In one line, and not by what mlx-lm makes of it."""
+    write_folder(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"index.json cannot be read") as caught:
+        opened(tmp_path / "m")
+    assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
@@ -24,6 +25,7 @@ from specdec.cache import (
 from specdec.cache import recurrent as recurrent_cache
 from specdec.config import EngineConfig
 from specdec.cuda import gated_delta
+from specdec.cuda.modules import as_kind
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
 from specdec.models.compiled import CompiledForwards
@@ -34,7 +36,7 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter
 from specdec.spec_decode.ngram import NgramDrafter
 
-from ..plain import AT_ONCE, BACKENDS, BEHIND, greedy, run_rows
+from ..plain import AT_ONCE, BACKENDS, BEHIND, exact, greedy, run_rows
 from .architectures import VOCABULARY, Guesses, build
 
 FAMILIES = (
@@ -495,6 +497,56 @@ def test_a_model_is_not_changed() -> None:
     same = tree_map(lambda a, b: a is b, own, shared)
     flat: Any = tree_flatten(same)
     assert all(value for _, value in flat)
+
+
+class _Store(nn.Module):
+    """Helps a layer: writes a state."""
+
+    def __call__(self, states: Any, place: int, value: mx.array) -> None:
+        states[place] = value
+
+
+class _Stored:
+    """A cache whose states are written by a helper."""
+
+    def __init__(self, cache: Any, store: _Store):
+        self._cache, self._store = cache, store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def __getitem__(self, place: int) -> Any:
+        return self._cache[place]
+
+    def __setitem__(self, place: int, value: mx.array) -> None:
+        self._store(self._cache, place, value)
+
+
+def test_what_helps_a_layer_is_no_layer() -> None:
+    """A module that a layer has write its states takes no part of a batch."""
+    model, kinds = build("lfm2"), set[Any]()
+    for layer in model.layers:
+        if "conv" in layer:
+            own: Any = type(layer.conv)
+
+            class Helped(own):  # type: ignore[misc]
+                def __call__(
+                    self, x: mx.array, mask: Any = None, cache: Any = None
+                ) -> Any:
+                    if cache is not None:
+                        cache = _Stored(cache, self.store)
+                    return super().__call__(x, mask, cache)
+
+            layer["conv"] = as_kind(layer.conv, Helped)
+            layer.conv["store"] = _Store()
+            kinds.add(Helped)
+    twin: Any = with_recurrent_rows(model)
+    layers = [m for _, m in twin.named_modules() if "_recurrent_states" in vars(m)]
+    assert {type(layer).__mro__[1] for layer in layers} == kinds
+    exact(
+        model, None, SHORT, NEW_TOKENS,
+        batch_size=2, num_draft_tokens=2, backend=AT_ONCE, drafter=NgramDrafter(),
+    )  # fmt: skip
 
 
 def test_weights_that_are_replaced_reach_the_rows() -> None:

@@ -15,7 +15,7 @@ from ...cache import CacheOptions, make_batch_caches
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.data_files import DataError, read_json
 from ...utils.printable import shorten
-from ..folder import check_files, check_sizes, explained
+from ..folder import check_files, check_sizes, explained, read_arrays
 from ..loaded import Described, LoadedModel
 from ..precision import cast
 from ..trunk import TargetEnds
@@ -23,7 +23,7 @@ from .block import BlockConfig
 from .config import HeadConfig
 from .head import DraftHead
 from .kinds import head_config, is_head
-from .weights import fill, read_arrays
+from .weights import fill
 
 # Arrays that only training needs, that can be computed, or that are not used.
 _LEFT_OUT = re.compile(
@@ -176,8 +176,12 @@ def load_head(
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, with its layers' keys at the top as in a model's."""
-    return {**config, **(config.get("transformer_layer_config") or {})}
+    """The configuration, with its layers' keys at the top as in a model's.
+
+    A block of drafted tokens is no context.
+    """
+    layers = config.get("transformer_layer_config") or {}
+    return {k: v for k, v in {**config, **layers}.items() if k != "block_size"}
 
 
 def cast_head(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:

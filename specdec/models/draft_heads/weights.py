@@ -1,9 +1,8 @@
-"""Arrays of draft heads: read from files, packed or not, and put into networks."""
+"""Puts arrays, packed or not, into the networks of draft heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -14,24 +13,6 @@ from ...errors import ModelError
 
 # Packings without biases, by group size and bits. With biases, a packing is affine.
 _WITHOUT_BIASES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}
-
-
-def read_arrays(files: Iterable[Path], source: str) -> dict[str, mx.array]:
-    """The arrays of some ``.safetensors`` files, which are not computed yet.
-
-    Raises:
-        ModelError: two files hold an array of the same name.
-    """
-    arrays: dict[str, mx.array] = {}
-    for file in files:
-        found: Any = mx.load(str(file))
-        for name in arrays.keys() & found.keys():
-            raise ModelError(
-                f"{source} has {name} in two files, one of them {file.name}: remove "
-                "the file that is no part of it"
-            )
-        arrays |= found
-    return arrays
 
 
 def fill(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
