@@ -24,9 +24,9 @@ _SLAB = 1 << 26  # bytes at a time, because they are widened
 class KnownWeights:
     """Notices when arrays of a model are replaced (``model.update``).
 
-    It compares arrays and modules by identity and place, and scales of adapters by value, so that a check takes a tenth
-    of a millisecond: joining rows wait for it. It does not notice writes into an array
-    (``weight[0] = 1``).
+    It compares arrays and modules by identity and place, and scales of adapters by
+    value, so that a check takes a tenth of a millisecond: joining rows wait for it. It
+    does not notice writes into an array (``weight[0] = 1``).
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]):

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -724,7 +725,9 @@ def line(arch: str, model: Any) -> str:
     drafts = ["`layers:`"] * (caches_of_layers(model) is not None)
     drafts += ["distilled"] * has_text_model(model)
     drafts += ["heads"] * takes_heads(model)
-    return f"| {arch} | yes | {caches} | {', '.join([*drafts, 'any other'])} |"
+    code = inspect.getsource(importlib.import_module(f"mlx_lm.models.{arch}"))
+    runs = "text only" if re.search("vision|visual|audio", code) else "yes"
+    return f"| {arch} | {runs} | {caches} | {', '.join([*drafts, 'any other'])} |"
 
 
 def _kinds(caches: Sequence[Any]) -> set[str]:
