@@ -43,7 +43,9 @@ refused by name before any work; `mlx_lm.generate` runs it.
 - **Drafts**: "any other" are another model, the target quantized (`self:`), and
   n-grams. `layers:` needs layers that hand on hidden states and nothing else. "heads"
   are [draft heads](drafters.md), which read hidden states of the model: `specdec
-  distill --kind block` makes one. "distilled" are drafts of layers, for dense models.
+  distill --kind block` makes one. `mtp` is the [MTP head](drafters.md) that models of
+  this architecture are published with. "distilled" are drafts of layers, for dense
+  models.
 
 | architecture | runs | caches | drafts |
 |---|---|---|---|

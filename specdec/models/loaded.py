@@ -98,5 +98,6 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 def setting(config: Mapping[str, Any], *names: str) -> Any:
     """The first of ``names`` that a configuration, or its text part, has."""
-    parts = (config, config.get("text_config") or {})
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
     return next((p[k] for k in names for p in parts if p.get(k) is not None), None)

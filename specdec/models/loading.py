@@ -365,8 +365,9 @@ def folder_of(source: str, revision: str | None = None) -> Path:
     if os.path.exists(path):
         return Path(path)
     # Some draft heads come with mask_embedding.pt and are wrong without it. If it is
-    # downloaded too, they are refused.
-    patterns = [*mlx_lm_utils.DEFAULT_ALLOW_PATTERNS, "mask_embedding.pt"]
+    # downloaded too, they are refused. MTP heads lie beside the weights.
+    others = ("mask_embedding.*", "mtp*.safetensors", "mtp/*.safetensors")
+    patterns = [*mlx_lm_utils.DEFAULT_ALLOW_PATTERNS, *others]
     with explained(source):
         return Path(
             mlx_lm_utils.snapshot_download(

@@ -68,6 +68,18 @@ class TargetEnds:
             part = part[name]
         return part
 
+    @property
+    def args(self) -> Any:
+        """The arguments that its text part was made from."""
+        owner: Any = self.owner
+        return owner.args
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        norm: nn.Module = self.trunk.get("norm") or self.trunk["norm_f"]
+        return norm
+
     def embed(self, tokens: mx.array) -> mx.array:
         """The first layer's input (B, S, D) for ``tokens`` (B, S)."""
         try:

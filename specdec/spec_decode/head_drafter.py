@@ -322,7 +322,8 @@ class ChainedRows(HeadRows):
         def logits_after(proposed: Sequence[mx.array]) -> mx.array:
             nonlocal state
             if proposed:
-                state = self._rows.call("step", proposed[-1], state)
+                name = head.step_name(len(proposed))
+                state = self._rows.call(name, proposed[-1], state)
             logits: mx.array = head.as_target(head.predict(state))
             return logits[..., : self._drafter.vocab_size]
 

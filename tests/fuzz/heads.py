@@ -14,6 +14,13 @@ from mlx_lm.utils import save_config, save_model
 from specdec.models import LoadedModel, load, load_draft, map_vocabulary
 from tests.conftest import _tiny_model
 from tests.models.draft_heads import published
+from tests.models.draft_heads.mtp_checkpoints import (
+    head_arrays,
+    make_model,
+    make_parts,
+    write_apart,
+    write_target,
+)
 from tests.models.folders import tokenizer_of
 from tests.models.gguf_files import VOCAB
 
@@ -31,6 +38,7 @@ KEYS = (
     "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "architectures",
     "draft_vocab_size", "final_logit_softcapping", "norm_before_fc", "fc_norm",
 )  # fmt: skip
+_MTP = "glm4_moe_lite"
 _FITTING = {"hidden_size": 32, "vocab_size": VOCAB}
 
 
@@ -164,6 +172,30 @@ def draft_head(case: Case) -> None:
     answer = specdec("run", "--target", target, *drafting, *ASK)
     if answer.code == 0 and answer.out != case.world.once(deep_alone):
         fail(f"other tokens with a draft: {answer}")
+
+
+def mtp_target(world: World) -> LoadedModel:
+    """A target with experts and latent attention, without its MTP head."""
+    path = world.folder / "mtp-target"
+    write_target(path, _MTP, with_head=False)
+    return load(path)
+
+
+def mtp_head(world: World) -> Path:
+    """The head in a folder of its own."""
+    model, _ = make_model(_MTP)
+    arrays = head_arrays(_MTP, model, make_parts(_MTP, model))
+    sizes = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    return write_apart(world.folder / "mtp-head", _MTP, arrays, **sizes)
+
+
+@kind
+def mtp_folder(case: Case) -> None:
+    """An MTP head in a malformed folder of its own."""
+    folder = case.place / "head"
+    shutil.copytree(case.world.once(mtp_head), folder)
+    spoil_head(folder, case.rng)
+    loads(folder, case.world.once(mtp_target))
 
 
 @kind

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from specdec.errors import UnsupportedModelError
+from specdec.models.draft_heads.mtp import FAMILIES
 from specdec.models.hidden_states import record_layers
 from specdec.models.layers import caches_of_layers, has_text_model
 from specdec.models.trunk import TargetEnds
@@ -725,6 +726,7 @@ def line(arch: str, model: Any) -> str:
     drafts = ["`layers:`"] * (caches_of_layers(model) is not None)
     drafts += ["distilled"] * has_text_model(model)
     drafts += ["heads"] * takes_heads(model)
+    drafts += ["`mtp`"] * (arch in FAMILIES)
     code = inspect.getsource(importlib.import_module(f"mlx_lm.models.{arch}"))
     runs = "text only" if re.search("vision|visual|audio", code) else "yes"
     return f"| {arch} | {runs} | {caches} | {', '.join([*drafts, 'any other'])} |"

@@ -538,7 +538,7 @@ def test_what_helps_a_layer_is_no_layer() -> None:
                     return super().__call__(x, mask, cache)
 
             layer["conv"] = as_kind(layer.conv, Helped)
-            layer.conv["store"] = _Store()
+            layer.conv["store"] = _Store()  # type: ignore[no-untyped-call]
             kinds.add(Helped)
     twin: Any = with_recurrent_rows(model)
     layers = [m for _, m in twin.named_modules() if "_recurrent_states" in vars(m)]

@@ -118,6 +118,10 @@ class DraftHead(nn.Module):
         none = mx.full((*logits.shape[:-1], 1), -mx.inf, logits.dtype)
         return mx.take(mx.concatenate([logits, none], axis=-1), self._places, axis=-1)
 
+    def step_name(self, number: int) -> str:
+        """The method that takes step ``number`` of a round, counted from 0."""
+        return "step"
+
     def absorb(
         self, hidden: mx.array, following: mx.array, caches: list[Any]
     ) -> mx.array | None:

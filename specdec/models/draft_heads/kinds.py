@@ -58,7 +58,7 @@ _REFUSED = {
     "eagle": "of EAGLE's versions, 3 and 3.1 are supported",
 }
 # Words in the names of all kinds of heads.
-_WORDS = ("dflash", "dspark", "mtp", "assistant", *_REFUSED)
+_WORDS = ("dflash", "dspark", "assistant", *_REFUSED)
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -78,7 +78,15 @@ def is_head(config: Mapping[str, Any]) -> bool:
     Heads of kinds that are not supported count: :func:`head_config` refuses them.
     """
     kind = kind_of(config)
-    return kind in KINDS or any(word in kind.lower() for word in _WORDS)
+    return (
+        is_mtp(config) or kind in KINDS or any(word in kind.lower() for word in _WORDS)
+    )
+
+
+def is_mtp(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of an MTP head in a folder of its own."""
+    names = (str(config.get("model_type")), kind_of(config))
+    return any("mtp" in name.lower() for name in names)
 
 
 def head_config(

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...cache import CacheOptions, make_batch_caches
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.data_files import DataError, read_json
 from ...utils.printable import shorten
@@ -22,8 +21,9 @@ from ..trunk import TargetEnds
 from .block import BlockConfig
 from .config import HeadConfig
 from .head import DraftHead
-from .kinds import head_config, is_head
-from .weights import fill
+from .kinds import head_config, is_head, is_mtp
+from .mtp import open_mtp_folder
+from .weights import fill, rehearse
 
 # Arrays that only training needs, that can be computed, or that are not used.
 _LEFT_OUT = re.compile(
@@ -96,6 +96,8 @@ def open_head(
             fit the target.
         ModelError: the head is damaged.
     """
+    if is_mtp(config):
+        return open_mtp_folder(folder, source, target)
     with explained(source):
         weights = canonical(read_arrays(sorted(folder.glob("*.safetensors")), source))
         ends = TargetEnds(target.model, target.name)
@@ -111,16 +113,6 @@ def open_head(
         head.eval()
         rehearse(head)
     return head
-
-
-def rehearse(head: DraftHead) -> None:
-    """Build a forward, which is not computed, so that what does not fit shows now."""
-    args = head.args
-    token = mx.zeros((1, 1), mx.int32)
-    hidden = mx.zeros((1, 1, args.target_size * len(args.target_layers)))
-    caches = make_batch_caches(head, 1, CacheOptions(max_write=2))
-    head.absorb(hidden, token, caches)
-    head(token, caches)
 
 
 def make_head(config: HeadConfig) -> DraftHead:
@@ -180,7 +172,8 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A block of drafted tokens is no context.
     """
-    layers = config.get("transformer_layer_config") or {}
+    given = config.get("transformer_layer_config")
+    layers = given if isinstance(given, Mapping) else {}
     return {k: v for k, v in {**config, **layers}.items() if k != "block_size"}
 
 

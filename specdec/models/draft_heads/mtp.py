@@ -1,239 +1,539 @@
-"""MTP heads: a layer in the target's checkpoint that predicts the token after next.
+"""MTP heads: layers of a target's own kind that predict the token after next.
 
-mlx-lm's models drop these weights when they are loaded. The layer is of the target's
-own kind; mlx-lm's code builds it and renames its weights. Like EAGLE-3, it reads pairs
-of a hidden state and the token after it. The hidden state is the target's last one,
-normed.
+They lie in the target's checkpoint, in a file beside it, or in a folder of their own;
+mlx-lm's models drop them. mlx-lm's code builds the layer and renames its weights. Like
+EAGLE-3, a head reads pairs of a hidden state and the token after it:
+
+    x = fc([norm_e(embed(token)), norm_h(state)])        output = norm(layer(x))
+
+The state is the target's last one after its last norm; then the head's own output,
+after its last norm too. vLLM, SGLang and mlx-vlm do the same for every family here.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from ...errors import ModelError, UnsupportedModelError
-from ...utils.printable import shorten
-from ..folder import explained
+from ...utils.printable import quoted
+from ..folder import explained, read_arrays, weight_files
 from ..layers import architecture_of
 from ..loaded import Described
 from ..trunk import TargetEnds
 from .config import HeadConfig, LayerSizes
 from .head import DraftHead
-from .loading import rehearse
-from .weights import fill
+from .weights import fill, rehearse
 
-# The target's architectures (mlx-lm's module names), by how their MTP arrays are named.
-_QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-_NEXTN = ("glm4_moe", "glm4_moe_lite")
-_QWEN_ARRAY = re.compile(r"(?:^|\.)mtp\.(.+)$")
-_NEXTN_ARRAY = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.(.+)$")
-# Both kinds' array names -> names in the head. Embedding and output head are the
-# target's.
-_RENAMED = {
-    "fc.weight": "fc.weight",
-    "pre_fc_norm_embedding.weight": "token_norm.weight",
-    "pre_fc_norm_hidden.weight": "state_norm.weight",
-    "norm.weight": "norm.weight",
-    "eh_proj.weight": "fc.weight",
-    "enorm.weight": "token_norm.weight",
-    "hnorm.weight": "state_norm.weight",
-    "shared_head.norm.weight": "norm.weight",
-}
-_SHARED = re.compile(r"^(embed_tokens|shared_head\.head|lm_head)\.")
+log = logging.getLogger("specdec.models")
+
+# Names of the parts around the layer -> names here.
+_PARTS = {
+    "fc": "fc", "eh_proj": "fc", "input_proj": "fc",
+    "pre_fc_norm_embedding": "token_norm", "enorm": "token_norm",
+    "enorm.m": "token_norm", "token_layernorm": "token_norm",
+    "pre_fc_norm_hidden": "state_norm", "hnorm": "state_norm",
+    "hnorm.m": "state_norm", "hidden_layernorm": "state_norm",
+    "final_layernorm": "norm", "shared_head.norm": "norm", "shared_head_norm": "norm",
+    "embed_tokens": "embed_tokens", "shared_head.head": "lm_head", "lm_head": "lm_head",
+}  # fmt: skip
+# What comes before names: of the model, of the head in it, and of its layer.
+_MODEL = re.compile(r"^((language_model|model|backbone)\.)+")
+_HEAD = re.compile(r"^(mtp|mtp_block)\.")
+_NUMBERED = re.compile(r"^(?:layers|mtp_layers)\.(\d+)\.")
+_LAYER = re.compile(r"^(transformer_layer|mtp_block|layer)\.")
+_EXPERT = re.compile(r"(.*\b)experts\.(\d+)\.(\w+)\.(\w+)")
+# Files beside a target's weights.
+_SIDECARS = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How the MTP heads of an architecture differ from those of others.
+
+    Args:
+        make: makes a layer from the target's ends and configuration.
+        state_first: whether ``fc`` reads the state before the token.
+        numbers_blocks: whether numbers in names count blocks of one layer.
+        gains_less_one: whether gains of norms may be stored as w - 1.
+        owns_ends: whether a copy of embedding and output head in the target's
+            checkpoint differs from the target's.
+        latent: whether attention is latent; such attention needs an array as mask.
+        indexed: whether the layer's cache also holds an indexer's keys.
+    """
+
+    make: Callable[[TargetEnds, Mapping[str, Any]], nn.Module]
+    state_first: bool = False
+    numbers_blocks: bool = False
+    gains_less_one: bool = False
+    owns_ends: bool = False
+    latent: bool = False
+    indexed: bool = False
+
+
+def _like(ends: TargetEnds, place: int) -> Any:
+    """A layer of the class of the target's layer at ``place``."""
+    kind: Any = type(ends.trunk["layers"][place])
+    return kind(ends.args, place)
+
+
+def _full_attention(ends: TargetEnds, _: Mapping[str, Any]) -> nn.Module:
+    layer: nn.Module = _like(ends, ends.args.full_attention_interval - 1)
+    return layer
+
+
+def _last(ends: TargetEnds, _: Mapping[str, Any]) -> nn.Module:
+    layer: nn.Module = _like(ends, ends.num_layers - 1)
+    return layer
+
+
+def _mimo(ends: TargetEnds, _: Mapping[str, Any]) -> nn.Module:
+    kind: Any = type(ends.trunk["layers"][0])
+    layer: nn.Module = kind(ends.args)
+    return layer
+
+
+class _Blocks(nn.Module):
+    """Blocks of Nemotron-H, one of which is attention."""
+
+    def __init__(self, ends: TargetEnds, config: Mapping[str, Any]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        names = {"attention": "*", "moe": "E", "mlp": "-"}
+        listed = config.get("mtp_layers_block_type") or ()
+        pattern = config.get("mtp_hybrid_override_pattern") or "*E"
+        pattern = "".join(names.get(str(name), "?") for name in listed) or pattern
+        if not isinstance(pattern, str) or not re.fullmatch(r"[E-]*\*[E-]*", pattern):
+            raise UnsupportedModelError(
+                f"MTP heads with the blocks {quoted(pattern)} are not supported (one "
+                "of attention and others of experts are)"
+            )
+        kind: Any = type(ends.trunk["layers"][0])
+        self.blocks = [kind(ends.args, letter) for letter in pattern]
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        for block in self.blocks:
+            x = block(x, mask, cache)
+        return x
+
+
+class _LongcatLayer(nn.Module):
+    """A plain layer of LongCat's attention and dense MLP; the target's are double."""
+
+    def __init__(self, ends: TargetEnds, _: Mapping[str, Any]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        like: Any = ends.trunk["layers"][0]
+        size, eps = ends.args.hidden_size, ends.args.rms_norm_eps
+        self.self_attn = type(like.self_attn[0])(ends.args)
+        self.mlp = type(like.mlps[0])(ends.args)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        h = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+#: By the target's architecture (mlx-lm's module names).
+FAMILIES = {
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+        _Family(_full_attention, gains_less_one=True),
+    ),
+    "glm4_moe": _Family(_last),
+    "glm4_moe_lite": _Family(_last, latent=True, owns_ends=True),
+    "deepseek_v3": _Family(_last, latent=True),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"), _Family(_last, latent=True, indexed=True)
+    ),
+    "mimo": _Family(_mimo, state_first=True),
+    "nemotron_h": _Family(_Blocks, numbers_blocks=True),
+    "longcat_flash": _Family(_LongcatLayer, latent=True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig(HeadConfig):
-    """An MTP head.
+    """MTP heads.
 
     Args:
-        norm_output: whether the output is normed before it is fed back.
-        latent: whether its attention is latent; such attention needs an array as mask.
+        num_heads: heads that take turns: step i of a round is of head i modulo this.
+        state_first, latent, indexed: see :class:`_Family`.
     """
 
-    norm_output: bool
+    num_heads: int
+    state_first: bool
     latent: bool
+    indexed: bool
+
+
+class MTPModule(nn.Module):
+    """One MTP head: norms and a projection of a pair, a layer, and a last norm."""
+
+    def __init__(self, size: int, eps: float, layer: nn.Module):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.token_norm = nn.RMSNorm(size, eps=eps)
+        self.state_norm = nn.RMSNorm(size, eps=eps)
+        self.layer = layer
+        self.norm = nn.RMSNorm(size, eps=eps)
+
+    def __call__(
+        self, embedded: mx.array, state: mx.array, cache: Any, config: MTPConfig
+    ) -> mx.array:
+        """Normed outputs (B, S, D) for pairs, which are written to the cache."""
+        pair = [self.token_norm(embedded), self.state_norm(state)]
+        if config.state_first:
+            pair.reverse()
+        x = self.fc(mx.concatenate(pair, axis=-1))
+        of_mask = cache[0] if config.indexed else cache
+        mask = create_attention_mask(x, of_mask, return_array=config.latent)
+        normed: mx.array = self.norm(self.layer(x, mask, cache))
+        return normed
 
 
 class MTPHead(DraftHead):
-    """A target's own MTP head.
+    """A target's own MTP heads.
+
+    Every pair is written to the caches of all heads, so that each knows the whole row.
 
     Args:
-        config: the head's configuration.
-        layer: a layer of the target's kind, with weights of any values.
-        like: the target and a place in its caches; the layer's cache is made like the
-            one at this place.
+        config: the heads' configuration.
+        eps: of their norms.
+        make: makes a layer of weights of any values.
     """
 
     args: MTPConfig
     reads_following = True
 
-    def __init__(self, config: MTPConfig, layer: nn.Module, like: tuple[Any, int]):
+    def __init__(self, config: MTPConfig, eps: float, make: Callable[[], nn.Module]):
         super().__init__(config)
-        size, eps = config.sizes.hidden_size, config.sizes.rms_norm_eps
-        self.fc = nn.Linear(2 * size, size, bias=False)
-        self.token_norm = nn.RMSNorm(size, eps=eps)
-        self.state_norm = nn.RMSNorm(size, eps=eps)
-        self.layers = [layer]
-        self.norm = nn.RMSNorm(size, eps=eps)
-        vars(self)["_like"] = like
+        size = config.sizes.hidden_size
+        self.heads = [MTPModule(size, eps, make()) for _ in range(config.num_heads)]
+        for turn in range(1, config.num_heads):
+            vars(self)[self.step_name(turn)] = partial(self._step, turn)
+
+    def step_name(self, number: int) -> str:
+        """The method that takes step ``number`` of a round, counted from 0."""
+        turn = number % self.args.num_heads
+        return f"step_{turn}" if turn else "step"
 
     def make_cache(self) -> list[Any]:
-        """The cache of its layer."""
-        model, place = vars(self)["_like"]
-        return [make_prompt_cache(model)[place]]
+        """A cache for each head."""
+        indexed = self.args.indexed
+        return [
+            CacheList(KVCache(), KVCache()) if indexed else KVCache()
+            for _ in self.heads
+        ]
 
     def absorb(
         self, hidden: mx.array, following: mx.array, caches: list[Any]
     ) -> mx.array | None:
         """Write pairs of the target's states and the tokens after them."""
-        return self.step(following, self.ends.trunk["norm"](hidden), caches)
+        return self.step(following, self.ends.norm(hidden), caches)
 
-    def step(self, tokens: mx.array, feature: mx.array, caches: list[Any]) -> mx.array:
-        """Write pairs and return the features of the next pairs, (B, S, D)."""
-        pair = [self.token_norm(self.embed(tokens)), self.state_norm(feature)]
-        x = self.fc(mx.concatenate(pair, axis=-1))
-        mask = create_attention_mask(x, caches[0], return_array=self.args.latent)
-        h: mx.array = self.layers[0](x, mask, caches[0])
-        return self.norm(h) if self.args.norm_output else h
+    def step(self, tokens: mx.array, state: mx.array, caches: list[Any]) -> mx.array:
+        """Write pairs and return the states of the next pairs, (B, S, D)."""
+        return self._step(0, tokens, state, caches)
+
+    def _step(
+        self, turn: int, tokens: mx.array, state: mx.array, caches: list[Any]
+    ) -> mx.array:
+        embedded = self.embed(tokens)
+        each = zip(self.heads, caches, strict=True)
+        return [head(embedded, state, c, self.args) for head, c in each][turn]
 
     def predict(self, h: mx.array) -> mx.array:
         """Logits from the output of :meth:`step`."""
-        return self.logits(h if self.args.norm_output else self.norm(h))
+        return self.logits(h)
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """Logits (B, S, V) with zero features, to plan and check it like a model."""
+        """Logits (B, S, V) with zero states, to plan and check it like a model."""
         size = self.args.sizes.hidden_size
-        feature = mx.zeros((*inputs.shape, size), self.norm.weight.dtype)
-        return self.predict(self.step(inputs, feature, cache))
+        state = mx.zeros((*inputs.shape, size), self.heads[0].norm.weight.dtype)
+        return self.predict(self.step(inputs, state, cache))
 
 
 def open_mtp(folder: Path, target: Described) -> DraftHead:
-    """The MTP head of a target's checkpoint, with weights that are not computed yet.
+    """The MTP head of a target, with weights that are not computed yet.
 
     Args:
-        folder: the target's folder.
+        folder: the target's folder: a file beside its weights comes before the weights.
 
     Raises:
         UnsupportedModelError: MTP heads of the target's architecture are not supported.
-        ModelError: the checkpoint holds no MTP head, or a damaged one.
+        ModelError: there is no MTP head, or a damaged one.
     """
     with explained(f"the MTP head of {target.name}"):
-        return _opened(folder, target)
+        ends = _ends(target)
+        for files, where in _places(folder, target.config):
+            arrays = {
+                name: array
+                for name, array in read_arrays(files, target.name).items()
+                if where is not None or _is_of_head(name, ends.num_layers)
+            }
+            if arrays:
+                found = where or f"the checkpoint of {target.name}"
+                log.info("mtp: the head is in %s", found)
+                raw = where is None and _is_raw(files)
+                whole = where is not None and _is_mlx(files)
+                source = f"the MTP head of {target.name}"
+                return _made(arrays, ends, target, source, raw=raw, whole=whole)
+    raise ModelError(
+        f"{target.name} has no MTP head, nor has a file beside it (conversions by "
+        "mlx-lm leave it out): name a repository of the head (--draft OWNER/NAME), "
+        "take the original checkpoint as the target, or another draft"
+    )
 
 
-def _opened(folder: Path, target: Described) -> DraftHead:
-    model, name = target.model, target.name
-    architecture = architecture_of(model)
-    if architecture not in (*_QWEN, *_NEXTN):
+def open_mtp_folder(folder: Path, source: str, target: Described) -> DraftHead:
+    """An MTP head from a folder of its own.
+
+    Args:
+        source: for messages.
+
+    Raises:
+        UnsupportedModelError, ModelError: see :func:`open_mtp`.
+    """
+    with explained(source):
+        files = sorted(folder.glob("*.safetensors"))
+        arrays = read_arrays(files, source)
+        whole = _is_mlx(files)
+        ends = _ends(target)
+        return _made(arrays, ends, target, source, apart=True, whole=whole)
+
+
+def _ends(target: Described) -> TargetEnds:
+    architecture = architecture_of(target.model)
+    if architecture not in FAMILIES:
         raise UnsupportedModelError(
-            f"{name}: MTP heads of {architecture} models are not supported "
-            f"({', '.join((*_QWEN, *_NEXTN))} are)"
+            f"{target.name}: MTP heads of {architecture} models are not supported "
+            f"({', '.join(FAMILIES)} are)"
         )
-    ends = TargetEnds(model, name)
-    owner: Any = ends.owner
-    args, depth = owner.args, ends.num_layers
-    ours = architecture in _QWEN
-    arrays, shifted = _arrays(folder, depth, name, ours=ours)
-    # A layer of the same kind: full attention, and experts if the target has some.
-    place = args.full_attention_interval - 1 if ours else depth - 1
-    layer = type(ends.trunk["layers"][place])(args, place)
+    return TargetEnds(target.model, target.name)
+
+
+def _places(
+    folder: Path, config: Mapping[str, Any]
+) -> Iterator[tuple[list[Path], str | None]]:
+    """Where a target's head may lie: files, and their name if they are the head's own.
+
+    Configurations may name the file (``mlx_lm_extra_tensors.mtp_file``).
+    """
+    extra = config.get("mlx_lm_extra_tensors")
+    named = extra.get("mtp_file") if isinstance(extra, Mapping) else None
+    if isinstance(named, str) and re.fullmatch(r"(?!\.)[\w-][\w./-]*", named):
+        inside = (folder / named).resolve().is_relative_to(folder.resolve())
+        if ".." not in named and inside and (folder / named).is_file():
+            yield [folder / named], named
+    for pattern in _SIDECARS:
+        if files := sorted(folder.glob(pattern)):
+            yield files, str(files[0].relative_to(folder))
+    if files := weight_files(folder):
+        yield files, None
+
+
+def _is_of_head(name: str, depth: int) -> bool:
+    """Whether an array in a target's checkpoint is an MTP head's."""
+    rest = _MODEL.sub("", name)
+    numbered = re.match(r"layers\.(\d+)\.", rest)
+    later = numbered is not None and int(numbered[1]) >= depth
+    return later or rest.startswith(("mtp.", "mtp_layers."))
+
+
+def _is_raw(files: list[Path]) -> bool:
+    """Whether a checkpoint is unconverted; mlx-lm knows it by its convolutions."""
+    return any(
+        name.endswith("conv1d.weight") and array.shape[-1] != 1
+        for name, array in read_arrays(files, "").items()
+    )
+
+
+def _is_mlx(files: list[Path]) -> bool:
+    found: Any = mx.load(str(files[0]), return_metadata=True)
+    return bool(found[1].get("format") == "mlx")
+
+
+def _made(
+    arrays: Mapping[str, mx.array],
+    ends: TargetEnds,
+    target: Described,
+    source: str,
+    *,
+    apart: bool = False,
+    raw: bool = False,
+    whole: bool = False,
+) -> DraftHead:
+    """The head with these arrays.
+
+    Args:
+        apart: whether they come from a folder of their own.
+        raw: whether they come from an unconverted checkpoint.
+        whole: whether a converter says that gains are stored as they are.
+    """
+    family = FAMILIES[architecture_of(target.model)]
+    prefixed = any("mtp." in name for name in arrays)
+    weights = _named(arrays, ends, family)
+    if family.gains_less_one:
+        _complete_gains(weights, raw or (prefixed and not whole), source)
+    for end in ("embed_tokens", "lm_head"):
+        if not (apart or family.owns_ends):
+            weights = {n: a for n, a in weights.items() if not n.startswith(end)}
+    final: Any = ends.norm
+    config, args = target.config, ends.args
+    size = int(final.weight.shape[0])
+    vocab_size = ends.logits(mx.zeros((1, 1, size))).shape[-1]
     heads = args.num_attention_heads
-    sizes = LayerSizes(
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=args.num_key_value_heads,
-        head_dim=getattr(args, "head_dim", None) or args.hidden_size // heads,
-        rms_norm_eps=args.rms_norm_eps,
+    numbers = [int(name.split(".")[1]) for name in weights if name.startswith("heads.")]
+    head = MTPHead(
+        MTPConfig(
+            kind="MTP",
+            sizes=LayerSizes(
+                hidden_size=size,
+                intermediate_size=getattr(args, "intermediate_size", None) or size,
+                num_layers=1,
+                num_heads=heads,
+                num_kv_heads=getattr(args, "num_key_value_heads", None) or heads,
+                head_dim=getattr(args, "head_dim", None) or size // heads,
+                rms_norm_eps=final.eps,
+            ),
+            target_layers=(ends.num_layers - 1,),
+            target_size=size,
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size,
+            owns_embedding="embed_tokens.weight" in weights,
+            owns_head="lm_head.weight" in weights,
+            num_heads=1 + min(max(numbers, default=0), len(numbers)),
+            state_first=family.state_first,
+            latent=family.latent,
+            indexed=family.indexed,
+        ),
+        final.eps,
+        lambda: family.make(ends, config),
     )
-    config = MTPConfig(
-        kind="MTP",
-        sizes=sizes,
-        target_layers=(depth - 1,),
-        target_size=args.hidden_size,
-        vocab_size=args.vocab_size,
-        draft_vocab_size=args.vocab_size,
-        norm_output=ours,
-        latent=hasattr(args, "kv_lora_rank"),
-    )
-    head = MTPHead(config, layer, (model, place))
     head.bind(ends)
-    weights = _named(arrays, model, place, shifted=shifted)
-    fill(head, weights, f"the MTP head of {name}")
+    fill(head, weights, source)
     head.eval()
     rehearse(head)
     return head
 
 
-def _arrays(
-    folder: Path, depth: int, name: str, *, ours: bool
-) -> tuple[dict[str, mx.array], bool]:
-    """The head's arrays by their names, and whether norms are stored as w - 1."""
-    found: dict[str, mx.array] = {}
-    shifted = False
-    try:
-        for file in sorted(folder.glob("model*.safetensors")):
-            loaded: Mapping[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
-            for key, array in loaded.items():
-                # mlx-lm recognizes an unconverted checkpoint by this.
-                if ours and key.endswith("conv1d.weight") and array.shape[-1] != 1:
-                    shifted = True
-                if ours and (match := _QWEN_ARRAY.search(key)):
-                    found[match[1]] = array
-                match = None if ours else _NEXTN_ARRAY.match(key)
-                if match and int(match[1]) == depth:
-                    found[match[2]] = array
-    except RuntimeError as error:
-        raise ModelError(
-            f"{name} cannot be loaded ({shorten(error)}): download it again"
-        ) from error
-    if not found:
-        raise ModelError(
-            f"{name} has no MTP head (mlx-lm's conversions leave it out): take the "
-            "original checkpoint as the target, or another draft"
-        )
-    return found, shifted
-
-
 def _named(
-    arrays: Mapping[str, mx.array], model: Any, place: int, *, shifted: bool
+    arrays: Mapping[str, mx.array], ends: TargetEnds, family: _Family
 ) -> dict[str, mx.array]:
-    """Arrays under their names here; mlx-lm's own code renames the layer's arrays."""
+    """Arrays under their names here; mlx-lm's own code renames the layers' arrays."""
     weights: dict[str, mx.array] = {}
-    inside: dict[str, mx.array] = {}
-    for key, array in arrays.items():
-        if key in _RENAMED:
-            weights[_RENAMED[key]] = array
-        elif not _SHARED.match(key) and not re.match(r"layers\.[1-9]", key):
-            inside[f"model.layers.{place}.{key.removeprefix('layers.0.')}"] = array
-    given = {id(array) for array in arrays.values()}
-    for key, array in model.sanitize(inside).items():
-        weights["layers.0." + key.rpartition(f"layers.{place}.")[2]] = array
-    _stack_experts(weights)
-    if shifted:
-        for key, array in weights.items():
-            # If mlx-lm's code has shifted a norm, it is a new array.
-            if array.ndim == 1 and "norm" in key and id(array) in given:
-                weights[key] = array + 1.0
+    layers: dict[int, dict[str, mx.array]] = defaultdict(dict)
+    for name, array in arrays.items():
+        rest = _HEAD.sub("", _MODEL.sub("", name))
+        number, block = 0, ""
+        numbered = _NUMBERED.match(rest)
+        if numbered is not None:
+            rest = rest[numbered.end() :]
+            number = int(numbered[1])
+            if number >= ends.num_layers:
+                number -= ends.num_layers
+            if family.numbers_blocks:
+                number, block = 0, f"blocks.{number}."
+        rest = _LAYER.sub("", rest)
+        stem, _, kind = rest.rpartition(".")
+        part = _PARTS.get(stem)
+        if part is None and stem == "norm" and numbered is None:
+            part = "norm"
+        if part in ("embed_tokens", "lm_head"):
+            weights[f"{part}.{kind}"] = array
+        elif part is not None:
+            weights[f"heads.{number}.{part}.{kind}"] = array
+        elif "rotary_emb.inv_freq" not in rest:
+            layers[number][block + rest] = array
+    around = [name for name in weights if name.startswith("heads.0.")]
+    for number, layer in layers.items():
+        for name in around:  # heads may share what is around the layer
+            own = name.replace("heads.0.", f"heads.{number}.", 1)
+            weights.setdefault(own, weights[name])
+        for name, array in _renamed(layer, ends, family).items():
+            weights[f"heads.{number}.layer.{name}"] = array
     return weights
 
 
-def _stack_experts(weights: dict[str, mx.array]) -> None:
-    """Join experts that are stored one by one and that mlx-lm's code did not join."""
-    at = "layers.0.mlp."
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        each = list[mx.array]()
-        while (key := f"{at}experts.{len(each)}.{name}.weight") in weights:
-            each.append(weights.pop(key))
-        if each:
-            weights[f"{at}switch_mlp.{name}.weight"] = mx.stack(each)
+def _renamed(
+    layer: Mapping[str, mx.array], ends: TargetEnds, family: _Family
+) -> dict[str, mx.array]:
+    """A layer's arrays under the names of mlx-lm's class, by its model's own code.
+
+    Norms have their names already, and that code may add 1 to their gains.
+    """
+    renamed = {name: array for name, array in layer.items() if "norm" in name}
+    others = {name: array for name, array in layer.items() if "norm" not in name}
+    if family.numbers_blocks:
+        renamed |= others
+    else:
+        # The target's attention may be one of two in a layer.
+        double = family.make is _LongcatLayer
+        place = 0 if double else ends.num_layers - 1
+        before, own = f"model.layers.{place}.", "self_attn."
+        inner = f"{own}0." if double else own
+        given = {before + n.replace(own, inner, 1): a for n, a in others.items()}
+        model: Any = ends.model
+        for name, array in model.sanitize(given).items():
+            short = name.rpartition(f"layers.{place}.")[2]
+            renamed[short.replace(inner, own, 1)] = array
+    experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
+    names = {"up_proj": "fc1", "down_proj": "fc2"} if family.numbers_blocks else {}
+    for name in list(renamed):
+        if expert := _EXPERT.fullmatch(name):
+            before, number, part, kind = expert.groups()
+            joined = f"{before}switch_mlp.{names.get(part, part)}.{kind}"
+            experts[joined][int(number)] = renamed.pop(name)
+    for name, each in experts.items():
+        renamed[name] = mx.stack([each[i] for i in range(len(each))])
+    return renamed
+
+
+def _complete_gains(weights: dict[str, mx.array], expected: bool, source: str) -> None:
+    """Add 1 to gains that are stored as w - 1.
+
+    Gains are hardly ever negative, and those that are stored less one are so in many
+    places. Where values do not say, ``expected`` decides.
+
+    Args:
+        expected: whether they are stored less one, by the names and files.
+
+    Raises:
+        ModelError: parts of the head contradict each other.
+    """
+    gains = [name for name, a in weights.items() if a.ndim == 1 and "norm" in name]
+
+    def clear(*parts: str) -> set[bool]:
+        """What the values of these norms say: whether they are stored less one."""
+        said = set[bool]()
+        for name in gains:
+            if name.split(".")[-2] in parts:
+                array = weights[name].astype(mx.float32)
+                if bool(mx.mean(array < 0) > 0.01):
+                    said.add(True)
+                elif bool((mx.min(array) > 0) & (mx.mean(array) > 0.7)):
+                    said.add(False)
+        return said
+
+    around = clear("token_norm", "state_norm")
+    inside = clear("input_layernorm", "post_attention_layernorm")
+    if len(around) == len(inside) == 1 and around != inside:
+        raise ModelError(
+            f"{source}: norms of its layer are stored in another way than those before "
+            "it (as w and as w - 1): convert the original checkpoint again"
+        )
+    if True in around | inside or (expected and not around | inside):
+        for name in gains:
+            weights[name] = weights[name] + 1.0

@@ -9,7 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ...cache import CacheOptions, make_batch_caches
 from ...errors import ModelError
+from .head import DraftHead
 
 # Packings without biases, by group size and bits. With biases, a packing is affine.
 _WITHOUT_BIASES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}
@@ -43,6 +45,16 @@ def fill(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
             "again, or take another draft"
         )
     head.load_weights(list(weights.items()))
+
+
+def rehearse(head: DraftHead) -> None:
+    """Build a forward, which is not computed, so that what does not fit shows now."""
+    args = head.args
+    token = mx.zeros((1, 1), mx.int32)
+    hidden = mx.zeros((1, 1, args.target_size * len(args.target_layers)))
+    caches = make_batch_caches(head, 1, CacheOptions(max_write=2))
+    head.absorb(hidden, token, caches)
+    head(token, caches)
 
 
 def _packing(path: str, layer: Any, weights: Mapping[str, mx.array]) -> Any:
