@@ -101,6 +101,11 @@ class CompilerMissingError(SpecdecError):
     """MLX's CPU backend compiles kernels at run time and found no C++ compiler."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no ``Exception``."""
+    return type(error).__name__ == "PanicException"
+
+
 def reason_of(error: BaseException) -> str:
     """A foreign error as one short line: its type and its message."""
     kind = type(error).__name__

@@ -26,10 +26,12 @@ from ..errors import (
     ModelNotFoundError,
     SpecdecError,
     UnsupportedModelError,
+    is_panic,
 )
 from ..utils.data_files import DataError, check_shape, read_json, read_table
 from ..utils.files import MOST_BYTES, NOT_PLAIN
 from ..utils.printable import first_line, quoted, shorten
+from .tokenizer_check import check_tokenizer_file
 
 # The largest values of a configuration, by the end of a key. Known models have a
 # hundredth of these at most. For each of them mlx-lm makes Python objects.
@@ -62,7 +64,8 @@ def check_folder(path: Path) -> None:
     Raises:
         ModelError: a file in it must not be read; there is no usable ``config.json``;
             the configuration names sizes that no model has or that the weights do not
-            fill; or an added token of the tokenizer has an unknown field.
+            fill; or the tokenizer fails, takes too much, or has an added token with an
+            unknown field.
         RuntimeError: the weights are damaged.
     """
     if not path.is_dir():
@@ -77,6 +80,7 @@ def check_folder(path: Path) -> None:
         ) from error
     check_sizes(config, file)
     _check_added_tokens(path)
+    check_tokenizer_file(path / "tokenizer.json")
     if has_weights(path):
         tensors = len(read_arrays(weight_files(path), str(path)))  # headers only
         _check_layers(config, file, tensors)
@@ -312,6 +316,13 @@ def explained(source: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise explain(source, error) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ModelError(
+            f"{source} cannot be loaded (its tokenizer fails: {shorten(error)}): "
+            "download it again"
+        ) from error
 
 
 def explain(source: str, error: Exception) -> ModelError:

@@ -50,6 +50,7 @@ from .loaded import LoadedModel
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .sharding import shard
 from .tokenizer import ExactTokenizerWrapper
+from .tokenizer_check import check_tokenizer
 
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
@@ -351,6 +352,7 @@ def _load_folder_or_hub(
             cast(model, dtype)
             config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
         mx.eval(model.parameters())
+    check_tokenizer(tokenizer, source)
     tokenizer = ExactTokenizerWrapper.like(tokenizer)
     return LoadedModel(model, tokenizer, config, source, folder=folder)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from ..errors import ConfigError
+from ..errors import ConfigError, is_panic
 
 
 class ExactStreamingDetokenizer(StreamingDetokenizer):
@@ -67,7 +67,12 @@ class ExactStreamingDetokenizer(StreamingDetokenizer):
         self._context = self._decode(self.tokens[self._start :])
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens))
+        try:
+            return str(self._tokenizer.decode(tokens))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            return "\ufffd" * len(tokens)  # as of bytes that are no character
 
 
 class ExactTokenizerWrapper(TokenizerWrapper):

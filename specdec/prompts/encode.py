@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias, TypedDict, Unpack
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
-from ..errors import PromptError
+from ..errors import PromptError, is_panic
 from ..utils.printable import quoted, shorten
 from .images import MAX_IMAGES, Image, PlacedImage, holds_image, image_in
 from .templates import render_chat
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+T = TypeVar("T")
 
 # The limit of a prompt for a model whose context is not known.
 MAX_PROMPT_BYTES = 64 * 2**20
@@ -246,7 +248,8 @@ def encode(
                 raise PromptError(f"{what} cannot be added to token ids: leave it out")
         limit.check_count(len(prompt))
         token_ids = _check_token_ids(prompt, len(tokenizer))
-        return EncodedPrompt(tokenizer.decode(list(token_ids)), token_ids)
+        text = _tried(lambda: str(tokenizer.decode(list(token_ids))))
+        return EncodedPrompt(text, token_ids)
     if not has_template:
         raise PromptError(
             "chat messages need a chat template, and "
@@ -327,9 +330,20 @@ def _encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _tokens(tokenizer: Any, text: str, **options: bool) -> tuple[int, ...]:
+    return tuple(_tried(lambda: tokenizer.encode(text, **options)))
+
+
+def _tried(work: Callable[[], T]) -> T:
+    """What a tokenizer makes.
+
+    Raises:
+        PromptError: it fails.
+    """
     try:
-        return tuple(tokenizer.encode(text, **options))
-    except Exception as error:  # a tokenizer's files may hold anything
+        return work()
+    except BaseException as error:  # a tokenizer's files may hold anything
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise PromptError(
             f"the tokenizer fails ({type(error).__name__}: {shorten(error)}): if it "
             "fails on every prompt, download the model again"

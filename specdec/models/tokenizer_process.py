@@ -1,0 +1,34 @@
+"""The process in which rare tokenizers are tried."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from ..utils.child import serve
+
+#: Bytes that the process may allocate after its start.
+_MEMORY = 1 << 30
+_LINE = (
+    "A line of text, naïve and 日本語: don't {0.5} \t(a+b)**2 \ufb01\u00ad "
+    + "ab" * 9
+    + "a" * 40
+    + "!"
+)
+
+
+def _try(file: str) -> int:
+    """Load a tokenizer, encode a line, and decode what comes of it.
+
+    Returns:
+        How many tokens the line has.
+    """
+    tokenizer = Tokenizer.from_file(file)
+    ids = tokenizer.encode(_LINE).ids
+    tokenizer.decode(ids)
+    for token in set(ids):
+        tokenizer.decode([token])
+    return len(ids)
+
+
+if __name__ == "__main__":
+    serve(_try, memory=_MEMORY)

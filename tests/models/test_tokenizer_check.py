@@ -1,0 +1,150 @@
+"""Tokenizers that take gigabytes or panic: refused, or one prompt's loss."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from specdec.errors import ModelError, PromptError
+from specdec.models import tokenizer_check
+from specdec.models.loading import load
+from specdec.models.tokenizer import ExactTokenizerWrapper
+from specdec.models.tokenizer_check import check_tokenizer, check_tokenizer_file
+from specdec.prompts import encode
+from tests.models.folders import write_folder
+
+
+def split(expression: str) -> dict[str, Any]:
+    pattern = {"Regex": expression}
+    return {
+        "type": "Split",
+        "pattern": pattern,
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+def replace(old: str, new: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: old}, "content": new}
+
+
+def charsmap(trie: bytes, texts: bytes) -> dict[str, Any]:
+    data = len(trie).to_bytes(4, "little") + trie + texts
+    text = base64.b64encode(data).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": text}
+
+
+def sequence(*parts: dict[str, Any], of: str = "normalizers") -> dict[str, Any]:
+    return {"type": "Sequence", of: list(parts)}
+
+
+MODEL = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<u>": 2}, "unk_token": "<u>"}
+STRIP = {"type": "Strip", "content": "a", "start": 10**9, "stop": 10**9}
+UNUSUAL = charsmap(b"\xff\x01\x00\x80" * 256, b"abc")
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "four times two hundred": ({"normalizer": sequence(*[replace("a", "a" * 200)] * 4)},
+                               "1.6e+09 times as long"),
+    "between characters": ({"normalizer": replace("x*", "y" * 300, "Regex")},
+                           "301 times"),
+    "in the text of answers": ({"decoder": sequence(*[replace("a", "a" * 99)] * 3,
+                                                    of="decoders")}, "decoder can"),
+    "a table of long texts": ({"normalizer": charsmap(b"", b"a\0" + b"b" * 999)},
+                              "999 times"),
+    "a table that is damaged": ({"normalizer": UNUSUAL}, "it fails"),
+    "a table that is empty": ({"normalizer": charsmap(b"", b"")}, "it fails"),
+    "a decoder that panics": ({"decoder": STRIP}, "it fails"),
+    "endless alternatives": ({"pre_tokenizer": split("(a|b|ab)+$|(a+)+c")}, "it fails"),
+}  # fmt: skip
+
+
+def spec(**parts: Any) -> str:
+    empty = dict.fromkeys(("truncation", "padding", *tokenizer_check._PARTS))
+    return json.dumps(
+        {"version": "1.0", "added_tokens": [], **empty, "model": MODEL, **parts}
+    )
+
+
+@pytest.mark.parametrize(("parts", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_what_takes_too_much_is_refused(
+    parts: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """7 kB that take over 2 GB for a short prompt, or end the process."""
+    write_folder(tmp_path / "m", "llama")
+    file = tmp_path / "m" / "tokenizer.json"
+    whole = {**json.loads(file.read_text("utf-8")), **parts}
+    file.write_text(json.dumps(whole), "utf-8")
+    with pytest.raises(ModelError, match=message.replace("+", r"\+")) as raised:
+        load(str(tmp_path / "m"))
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 400
+
+
+def test_a_child_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended, and the next tokenizer is tried."""
+    file = tmp_path / "tokenizer.json"
+    file.write_text(spec(pre_tokenizer={"type": "UnicodeScripts"}), "utf-8")
+    check_tokenizer_file(file)
+    monkeypatch.setattr(tokenizer_check, "SECONDS", 1e-5)
+    with pytest.raises(ModelError, match="takes longer than"):
+        check_tokenizer_file(file)
+    monkeypatch.undo()
+    check_tokenizer_file(file)
+
+
+def test_usual_tokenizers_are_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The expressions of well-known models cost no child's start."""
+    monkeypatch.setattr(tokenizer_check, "_CHILD", None)
+    file = tmp_path / "tokenizer.json"
+    for pre_tokenizer in (
+        split(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+              r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+        split(r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}"
+              r"\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?| ?[^\s\p{L}\p{N}]+[\r\n/]*"),
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"},
+    ):  # fmt: skip
+        normalizer = sequence({"type": "Prepend", "prepend": "▁"}, replace(" ", "▁"))
+        file.write_text(
+            spec(pre_tokenizer=pre_tokenizer, normalizer=normalizer), "utf-8"
+        )
+        check_tokenizer_file(file)
+
+
+def fast(**parts: Any) -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(spec(**parts)))
+
+
+def wrapped(**parts: Any) -> Any:
+    return ExactTokenizerWrapper(fast(**parts))
+
+
+def test_a_panic_is_one_prompts_loss() -> None:
+    """It is no Exception: it ended the command with a traceback, and the server."""
+    with pytest.raises(PromptError, match="the tokenizer fails"):
+        encode(fast(normalizer=UNUSUAL), "a", ignore_chat_template=True)
+    tokenizer = wrapped(decoder=STRIP)
+    with pytest.raises(PromptError, match="the tokenizer fails"):
+        encode(tokenizer, [0, 1])
+    streamed = tokenizer.detokenizer
+    for token in (0, 1, 0):
+        streamed.add_token(token)
+    streamed.finalize()
+    assert streamed.text == "\ufffd" * 3
+
+
+def test_a_tokenizer_of_other_files_is_checked_too() -> None:
+    """What transformers makes of a SentencePiece file has no tokenizer.json."""
+    with pytest.raises(ModelError, match="its tokenizer's normalizer can make"):
+        check_tokenizer(wrapped(normalizer=replace("a", "a" * 999)), "m")
+    check_tokenizer(wrapped(normalizer=replace("a", "▁")), "m")
+    check_tokenizer(object(), "m")
