@@ -102,9 +102,11 @@ class EngineConfig:
             require_bytes("prefix_cache_memory", self.prefix_cache_memory, 0)
         folder = self.prefix_cache
         if folder is not None:
-            path = os.path.expanduser(folder)
-            if not path or (os.path.exists(path) and not os.path.isdir(path)):
-                raise ConfigError(f"prefix_cache {path!r} is not a folder: name one")
+            named = isinstance(folder, str | os.PathLike)
+            path = os.path.expanduser(os.fspath(folder)) if named else ""
+            can_be = isinstance(path, str) and bool(path) and "\0" not in path
+            can_be = can_be and (os.path.isdir(path) or not os.path.exists(path))
+            require(can_be, "prefix_cache", folder, "the path of a folder")
         keeps = folder is not None or self.prefix_memory > 0
         if keeps and self.kv_bits is not None and self.quantized_kv_start:
             raise ConfigError(

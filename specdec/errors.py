@@ -23,7 +23,8 @@ Each message is one line that names the way out; the command line prints it as i
 
 from __future__ import annotations
 
-from .utils.printable import one_line, shorten
+from .utils.printable import message as as_message
+from .utils.printable import shorten
 
 
 class SpecdecError(Exception):
@@ -34,7 +35,7 @@ class SpecdecError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(one_line(message))
+        super().__init__(as_message(message))
 
 
 class ConfigError(SpecdecError, ValueError):

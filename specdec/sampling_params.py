@@ -19,6 +19,7 @@ from .utils.checks import (
     require_range,
 )
 from .utils.names import check_settings, settings
+from .utils.printable import quoted
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT_SIZE = 20
@@ -269,7 +270,8 @@ class SamplingParams:
         for function in (*self.logits_processors, self.sampler):
             if function is not None and not callable(function):
                 raise ConfigError(
-                    f"{function!r} is no sampler or logits processor: pass a function"
+                    f"{quoted(function)} is no sampler or logits processor: pass a "
+                    "function"
                 )
 
     def _is_set(self, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,8 +49,8 @@ def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
         ({"kv_group_size": None}, "kv_group_size is None"),
         ({"quantized_kv_start": -1}, "quantized_kv_start is -1"),
         ({"max_kv_size": 4}, "max_kv_size is 4: it must be a whole number, 5 or more"),
-        ({"prefix_cache": __file__}, f"prefix_cache {__file__!r} is not a folder"),
-        ({"prefix_cache": ""}, "prefix_cache '' is not a folder: name one"),
+        ({"prefix_cache": __file__}, f"prefix_cache is {__file__!r}: it must be"),
+        ({"prefix_cache": ""}, "prefix_cache is '': it must be the path of a folder"),
         ({"prefix_cache_size": 0}, "prefix_cache_size is 0"),
         (
             {"prefix_cache_size": "8GB"},
@@ -171,3 +172,29 @@ def test_params_of_another_type(
         per_prompt(params, 2)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+class _Fails:
+    def __repr__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+ODD: list[Any] = [
+    object(), b"x", 3.5, [], {}, float("nan"), -1, True, None, "\0", "\ud800", [None],
+    {1: 2}, 10**5000, [[]], (b"",), _Fails(), "a" * 5000, range(3), set(), 1j, [1, "a"],
+    Path("\0"), "a b " * 2000, len,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams, ServerConfig])
+def test_values_of_any_type(kind: Any) -> None:
+    """A bare TypeError, or an error that repeats 5,000 characters."""
+    for field in dataclasses.fields(kind):
+        for value in ODD:
+            message = field.name
+            try:
+                kind(**{field.name: value})
+            except ConfigError as error:
+                message = str(error)
+            assert len(message) < 600
+            assert field.name in message or "sampler or" in message, message

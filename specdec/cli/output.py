@@ -31,7 +31,8 @@ from ..utils.ctrl_c import INTERRUPTED
 from ..utils.data_files import HALVES, json_text
 from ..utils.extras import install, install_backend, is_backend
 from ..utils.names import nearest
-from ..utils.printable import one_line, printable, shorten
+from ..utils.printable import message as as_message
+from ..utils.printable import printable, shorten
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -245,12 +246,12 @@ def report(error: Exception) -> int:
 
 def show_error(message: str) -> None:
     """Print one line to standard error."""
-    show(f"specdec: error: {one_line(' '.join(message.split()))}", err=True)
+    show(f"specdec: error: {as_message(' '.join(message.split()))}", err=True)
 
 
 def note(text: str) -> None:
     """Print a line to standard error that is not an error."""
-    show(f"specdec: note: {text}", err=True)
+    show(f"specdec: note: {as_message(text)}", err=True)
 
 
 @contextmanager
@@ -302,7 +303,7 @@ class _Lines(logging.Handler):
         if before and on_terminal:
             with suppress(OSError):
                 click.echo("\r\x1b[K", err=True, nl=False)
-        line = f"specdec: {kind}: {one_line(record.getMessage())}"
+        line = f"specdec: {kind}: {as_message(record.getMessage())}"
         show(line, err=True, nl=not (self._passing and on_terminal))
 
 

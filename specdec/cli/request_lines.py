@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -141,7 +142,7 @@ _check = lru_cache(maxsize=64)(check_grammar)
 
 def _token(text: str) -> int | str:
     """A JSON key as a token id; any other key is left as it is, and refused later."""
-    return int(text) if text.isascii() and text.isdecimal() else text
+    return int(text) if re.fullmatch("[0-9]{1,10}", text) else text
 
 
 # -- results in OpenAI's form -------------------------------------------------------

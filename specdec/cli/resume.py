@@ -115,21 +115,24 @@ class Finished:
         path: the file.
         lines: the answers by the indices of their prompts, as JSON.
         private: only the file's owner may read it.
+        data: what the file holds.
     """
 
     path: str
     lines: Mapping[int, str]
     private: bool = False
+    data: bytes = b""
 
     def keep(self) -> None:
-        """Remove all other lines from the file: failures and incomplete ones.
+        """Remove all else from the file: failures, incomplete lines and repetitions.
 
         Raises:
             OSError: the file cannot be written.
         """
         text = "".join(f"{line}\n" for line in self.lines.values())
         data = text.encode(errors="surrogatepass")
-        replace_file(Path(self.path).resolve(), data, private=self.private)
+        if data != self.data:
+            replace_file(Path(self.path).resolve(), data, private=self.private)
 
 
 def finished_in(
@@ -153,7 +156,8 @@ def finished_in(
     except OSError as error:
         raise click.UsageError(f"--output {path}: {error.strerror}") from error
     kept: dict[int, str] = {}
-    lines = data.decode(errors="surrogateescape").split("\n")
+    # After a crash of the system, parts of a file may be zeros.
+    lines = data.replace(b"\0", b"").decode(errors="surrogateescape").split("\n")
     for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line, surrogates=True) if line.strip() else None
@@ -170,11 +174,21 @@ def finished_in(
         said = isinstance(record.prompt, str) and row.get("prompt") != record.prompt
         if said or row.get("id") != record.id:
             raise _foreign(path, number, f"is of another prompt {index}")
-        if row.get("finish_reason") in ("stop", "length"):
+        if row.get("finish_reason") in ("stop", "length") and _is_whole(row):
             if other := _other_settings(row, settings[index]):
                 raise _foreign(path, number, other)
             kept.setdefault(index, json_text(row))
-    return Finished(path, kept, private)
+    return Finished(path, kept, private, data)
+
+
+def _is_whole(row: Mapping[str, Any]) -> bool:
+    """Whether a row has its answer, as text and as token ids."""
+    tokens = row.get("token_ids")
+    return (
+        isinstance(row.get("text"), str)
+        and isinstance(tokens, list)
+        and all(type(token) is int and token >= 0 for token in tokens)
+    )
 
 
 def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:

@@ -218,7 +218,12 @@ def run(
         asked = _settings_to_resume(records, requests, common)
         finished = finished_in(str(output_file), records, asked)
     done = set() if finished is None else set(finished.lines)
-    if done and len(done) == len(records):
+    if finished is not None and done and len(done) == len(records):
+        try:
+            finished.keep()
+        except OSError as error:
+            why = f"--output {output_file}: {error.strerror}"
+            raise click.UsageError(why) from error
         have = "the prompt has its result"
         if len(done) > 1:
             have = f"all {len(done)} prompts have their results"

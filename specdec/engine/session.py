@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,7 +100,7 @@ class Session:
             for event in session.step():
                 print(event.index, event.text)
 
-    Not safe to be called from several threads at once.
+    It belongs to the thread that made it, as MLX's streams do.
 
     After a step that was interrupted (by Ctrl-C, or an error of the engine) it decodes
     no more: the next step reports which requests had ended, and everything after that
@@ -125,6 +126,7 @@ class Session:
         self._limit = limit
         self._next_index = 0
         self._broken = False  # a step was interrupted
+        self._thread = threading.get_ident()
 
     @property
     def busy(self) -> bool:
@@ -172,7 +174,7 @@ class Session:
                 target's context.
             ConfigError: a token id is not in the target's vocabulary, the grammar
                 cannot be used, or ``params`` is not a :class:`SamplingParams`.
-            SessionError: a step was interrupted.
+            SessionError: a step was interrupted, or another thread made the session.
         """
         params = SamplingParams() if params is None else require_params(params)
         encoded = encode(self._tokenizer, prompt, limit=self._limit, **encoding)
@@ -254,6 +256,7 @@ class Session:
             SessionError: an earlier step was interrupted, and the requests that had
                 ended were reported.
         """
+        self._check_thread()
         if self._broken:
             events = list(map(self._event, self._engine.abandon()))
             if not events:
@@ -266,7 +269,15 @@ class Session:
         self._broken = False
         return events
 
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise SessionError(
+                "a session belongs to the thread that made it: make one in each "
+                "thread, or use decoder.serve()"
+            )
+
     def _check_whole(self) -> None:
+        self._check_thread()
         if self._broken:
             raise SessionError(
                 "a step of this session did not end, so it decodes no more: "

@@ -70,7 +70,7 @@ def check_tokenizer(tokenizer: Any, source: str) -> None:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "decoder"):
-        part = getattr(backend, name, None)
+        part: Any = getattr(backend, name, None)
         if hasattr(part, "__getstate__"):
             try:
                 spec = json.loads(part.__getstate__())

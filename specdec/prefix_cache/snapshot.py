@@ -251,5 +251,9 @@ def unpack(
         pieces.append(tuple(arrays))
     if found:
         raise DamagedError(_OTHER)
-    mx.eval(pieces)
+    floats = [a for each in pieces for a in each if mx.issubdtype(a.dtype, mx.floating)]
+    finite = [mx.isfinite(a).all() for a in floats]
+    mx.eval(pieces, finite)
+    if not all(each.item() for each in finite):
+        raise DamagedError("it holds values that are not finite")
     return Piece(kind, start, end, slack, tuple(pieces))

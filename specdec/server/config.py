@@ -59,6 +59,10 @@ class ServerConfig:
     prefix_sharing: PrefixSharing = "all"
 
     def __post_init__(self) -> None:
+        for name in ("names", "api_keys", "cors"):
+            value = getattr(self, name)
+            texts = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+            require(texts, name, value, "a tuple of texts")
         require_int("max_waiting", self.max_waiting, 0)
         require_bytes("max_body_bytes", self.max_body_bytes, 1)
         for name in ("max_prompt_tokens", "max_output_tokens"):

@@ -5,8 +5,10 @@ Text from a file, an option or an exception passes through here before it is sho
 
 from __future__ import annotations
 
+import re
+
 #: The most characters of a message, of a text in a message, and of a value in it.
-LONGEST, LONGEST_TEXT, LONGEST_VALUE = 1000, 240, 60
+LONGEST, LONGEST_TEXT, LONGEST_VALUE = 600, 240, 60
 _CUT = "..."
 
 
@@ -29,6 +31,21 @@ def one_line(text: object, longest: int = LONGEST, *, end: bool = True) -> str:
     return f"{shown[:head]}{_CUT}{shown[len(shown) - tail :]}"
 
 
+# A value in a message: in quotes, or without blanks.
+_LONG = f"{{{LONGEST_TEXT},}}"
+_VALUE = re.compile(rf"""'[^'\n]{_LONG}'|"[^"\n]{_LONG}"|\S{_LONG}""")
+
+
+def message(text: object) -> str:
+    """A message on one line, whose values are cut as in :func:`shorten`."""
+
+    def cut(value: re.Match[str]) -> str:
+        tail = LONGEST_TEXT // 4
+        return f"{value[0][: LONGEST_TEXT - tail - len(_CUT)]}{_CUT}{value[0][-tail:]}"
+
+    return one_line(_VALUE.sub(cut, str(text)))
+
+
 def shorten(text: object) -> str:
     """``text`` (an error, a path) as a part of a message."""
     return one_line(text, LONGEST_TEXT, end=False)
@@ -44,7 +61,7 @@ def quoted(value: object, longest: int = LONGEST_VALUE) -> str:
     """``value`` as Python source, on one line and cut."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # deep nesting, or thousands of digits
+    except Exception:  # deep nesting, thousands of digits, or an own __repr__
         return f"a value of type {type(value).__name__} that is too long to show"
     return one_line(text, longest)
 

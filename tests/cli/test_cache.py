@@ -177,7 +177,7 @@ def test_options_reach_the_decoder(
     ("options", "message"),
     [
         (["--prefix-cache", ""], "--prefix-cache is empty: name a folder"),
-        (["--prefix-cache", __file__], "is not a folder: name one"),
+        (["--prefix-cache", __file__], "must be the path of a folder"),
         (["--prefix-cache-size", "1GB"], "--prefix-cache-size needs --prefix-cache"),
         (["--prefix-cache-memory", "much"], "'much' is not a size"),
     ],

@@ -314,3 +314,24 @@ def test_version(specdec: Specdec) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith("mlx-specdec ")
     assert ", mlx-lm 0." in result.stdout
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("value", ["x" * 5000, "x y " * 1250], ids=["word", "words"])
+@pytest.mark.parametrize(
+    "line",
+    ["run VALUE", "run -p Hi --max-tokens VALUE", "run -p Hi --VALUE", "VALUE",
+     "run -p Hi --chat-template-config VALUE", "run --prompts VALUE", "cache VALUE",
+     "run -p Hi --dtype VALUE", "estimate --context VALUE", "run -p Hi --draft VALUE",
+     "run -p Hi --memory-limit VALUE", "run -p Hi --json-schema VALUE", "bench VALUE",
+     "run -p Hi --output VALUE/x", "bench --set VALUE", "serve --host VALUE"],
+)  # fmt: skip
+def test_an_argument_is_not_echoed_whole(
+    specdec: Specdec, line: str, value: str
+) -> None:
+    """A screen full of what was typed, with the way out below it."""
+    words = [word.replace("VALUE", value) for word in line.split()]
+    result = specdec(*words)
+    assert result.exit_code
+    assert result.stderr.count("\n") == 1
+    assert len(result.stderr) < 700

@@ -638,6 +638,35 @@ def test_prompts_of_a_file_are_named_by_line(specdec: Specdec, tmp_path: Path) -
         assert result.stderr == error
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_what_a_crash_leaves_is_tidied(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path, left: bool
+) -> None:
+    """Zeros where the system lost data, rows twice, and a row without its tokens.
+
+    They stayed in the file if nothing was left to do.
+    """
+    path = tmp_path / "out.jsonl"
+    prompts = ["a", "b", *["c"] * left]
+    rows = [result_of(i, text, f"n°{i}").to_dict() for i, text in enumerate("ab")]
+    one, two = (json.dumps(row, ensure_ascii=False) for row in rows)
+    bare = json.dumps({k: v for k, v in rows[1].items() if k != "token_ids"})
+    zeros = "\0" * 99
+    path.write_text(f"{bare}\n{one}\n{zeros}{two}\n{one}\n{two}\n{zeros}", "utf-8")
+    ask = [word for text in prompts for word in ("-p", text)]
+    result = specdec("run", *ask, "--output", str(path), "--resume")
+    assert result.exit_code == 0, result.output
+    assert decoder.calls.get("prompts", []) == ["c"] * left
+    assert sorted(row["index"] for row in read_lines(path)) == [*range(2 + left)]
+    assert read_lines(path)[:2] == rows
+    for token_ids in (None, "1 2", [1, "a"], [-1], [1.5]):
+        odd = json.dumps({**rows[1], "token_ids": token_ids})
+        path.write_text(f"{one}\n{odd}\n", "utf-8")
+        decoder.calls.clear()
+        specdec("run", "-p", "a", "-p", "b", "--output", str(path), "--resume")
+        assert decoder.calls["prompts"] == ["b"], token_ids
+
+
 def test_ids_of_prompts_are_kept(specdec: Specdec, tmp_path: Path) -> None:
     """Rows finish in any order: what calls them by name need not count."""
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"

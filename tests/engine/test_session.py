@@ -7,7 +7,9 @@ import random
 import sys
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -513,3 +515,21 @@ def test_a_prefill_says_how_far_it_is(target: Any) -> None:
             seen.append(session.stats.prefill_tokens)
     # The last token of a prompt is given with the first round.
     assert sorted(set(seen)) == [4, 8, 11, 15, 19, 20]
+
+
+def test_a_session_in_another_thread(target: Any, draft: Any) -> None:
+    """MLX's streams belong to a thread: a bare error that named no way out."""
+    session = decoder(target, draft).session()
+    index = session.add([1, 2], SamplingParams(max_tokens=2))
+    with ThreadPoolExecutor(1) as pool:
+        for call in (
+            session.step,
+            partial(session.add, [1]),
+            partial(session.cancel, 0),
+        ):
+            with pytest.raises(
+                SessionError, match="belongs to the thread that made it"
+            ):
+                pool.submit(call).result()
+    results = [e.result for _ in range(9) for e in session.step() if e.result]
+    assert [each.index for each in results] == [index]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from specdec.prefix_cache.audit import audit
+from specdec.prefix_cache.files import tensors
 from tests.cache.small_models import MODELS
+from tests.fuzz.prefix_folders import signed
 
 from .damaging import Damage
 from .harness import TinyModel, decode
@@ -76,3 +78,26 @@ def test_damaged_entries_cost_a_prefill_alone(
         folder.rmdir()
         caplog.clear()
     assert fewer == FOLDERS
+
+
+@pytest.mark.parametrize("value", [b"\x00\x00\xc0\x7f", b"\x00\x00\x80\xff"])
+def test_values_that_are_not_finite_end_no_run(
+    sound: tuple[Any, list[list[int]], list[list[Path]], int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    value: bytes,
+) -> None:
+    """A NaN or an infinity under a digest that is right: it ended the row."""
+    target, wanted, by_prompt, _ = sound
+    for paths in by_prompt:
+        for path in paths:
+            data = bytearray(path.read_bytes())
+            last = max(tensors(bytes(data)).values(), key=lambda each: each.end)
+            data[last.end - 4 : last.end] = value
+            signed(path, bytes(data))
+    store = disk_store(tmp_path / "sound")
+    tokens, reused, _ = decode(target, None, PROMPTS, store)
+    store.close()
+    assert tokens == wanted
+    assert not any(reused)
+    assert "not finite" in caplog.text

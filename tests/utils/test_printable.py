@@ -56,7 +56,7 @@ def test_long_texts_are_cut() -> None:
             assert (cut[0], cut[-1]) == (text[0], text[-1])
             assert one_line(cut, longest) == cut
     error = errors.ConfigError(f"{'a' * 5000}: no such file: check the path")
-    assert len(str(error)) == 1000
+    assert len(str(error)) < 300
     assert str(error).endswith(": no such file: check the path")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 

@@ -84,6 +84,7 @@ def test_settings_replace_values(tiny: Callable[..., Recipe]) -> None:
         ("dtype=float8", "dtype is 'float8': it must be one of float32"),
         ("source=nowhere", "prompts.source is 'nowhere'"),
         ("source=random:0", "prompts.source is 'random:0'"),
+        ("source=random:999999999", "random:LENGTH, LENGTH from 1 to 1048576"),
         ("source=file:x", "random models take random:LENGTH"),
         ("count=0", "prompts.count is 0"),
         ("chat_template=3", "prompts.chat_template is 3"),
@@ -170,7 +171,7 @@ def test_cells_and_their_turns(tiny: Callable[..., Recipe]) -> None:
             "target is 5: it must be the name of a model",
         ),
         (TINY.replace("repeat = 2", "repeat = 1000000000"), "lower run.repeat"),
-        (TINY.replace("random:9", "random:\u0663"), "random:LENGTH, LENGTH above 0"),
+        (TINY.replace("random:9", "random:\u0663"), "random:LENGTH, LENGTH from 1 to"),
         (TINY.replace("batch = [1, 2]", "batch = [" + "9" * 400 + "]"), "at most"),
     ],
 )
@@ -237,6 +238,13 @@ def test_context_is_the_same_for_all(questions: Path) -> None:
     assert [ids[50:] for ids in longer] == own
     assert longer[0][:50] == longer[1][:50]
     assert found.after(0) == own
+
+
+def test_random_prompts_that_take_all_memory(tiny: Callable[..., Recipe]) -> None:
+    """Each of an allowed length, and too many of them."""
+    many = tiny("source=random:100000", "count=10000")
+    with pytest.raises(ConfigError, match="lower prompts.count or LENGTH"):
+        encode_set(many, MODEL, 9)
 
 
 def test_too_few_prompts(questions: Path) -> None:
