@@ -353,20 +353,23 @@ class CacheCore:
         extent = self._extent(longest, self._capacity_for(longest), N)
         rules = self._rules_within(window_size, longest if extent == longest else None)
         # Exactly the rows' own columns, oldest first: no array needed.
-        if self._uniform and extent == longest and not rules and not return_array:
+        offset, layout, until = self.offset, self.layout, self._memo.until
+        alone = self._uniform and extent == longest and not rules
+        if alone and not return_array and until is None:
             return None if N == 1 or both_ways else "causal"
-        offset, layout = self.offset, self.layout
         dtype = self._storage.dtype if self.additive_mask else None
 
         def compute() -> mx.array:
-            visible = visible_slots(
-                layout, rules, offset, N, extent, both_ways=both_ways
-            )
+            sees = until
+            if both_ways:
+                sees = mx.broadcast_to((offset + (N - 1))[:, None], (len(offset), N))
+            visible = visible_slots(layout, rules, offset, N, extent, until=sees)
             return visible if dtype is None else additive_mask(visible, dtype)
 
         params = (N, extent, str(dtype), rules)
         kind = ("mask", layout, window_size, both_ways)
-        return self._memo.get(kind, (offset,), params, compute)
+        read = (offset,) if until is None else (offset, until)
+        return self._memo.get(kind, read, params, compute)
 
     def _rules_within(
         self, window_size: int | None, longest: int | None

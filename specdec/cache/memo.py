@@ -17,9 +17,15 @@ T = TypeVar("T")
 
 
 class Memo:
-    """The last result of each computation, found by the identity of its inputs."""
+    """The last result of each computation, found by the identity of its inputs.
+
+    Attributes:
+        until: the last position that each of the next tokens sees, shape (B, N);
+            ``None``: its own. The caches of a model share it, as they share results.
+    """
 
     def __init__(self) -> None:
+        self.until: mx.array | None = None
         self._last: dict[Hashable, tuple[tuple[mx.array, ...], Hashable, object]] = {}
 
     def get(

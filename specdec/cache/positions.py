@@ -135,13 +135,14 @@ def visible_slots(
     num_tokens: int,
     num_slots: int,
     *,
-    both_ways: bool = False,
+    until: mx.array | None = None,
 ) -> mx.array:
     """Which slots the next ``num_tokens`` queries of every row may attend to.
 
     Args:
         offset: tokens kept by every row before the queries' tokens, shape (B,).
-        both_ways: whether queries also see the new tokens after them.
+        until: the last position that each query sees, shape (B, num_tokens);
+            ``None``: its own.
 
     Returns:
         Boolean, shape (B, 1, num_tokens, num_slots). Every query sees at least
@@ -150,10 +151,8 @@ def visible_slots(
     queries = positions_after(offset, num_tokens)[:, :, None]
     last = offset + (num_tokens - 1)
     keys = layout.held(num_slots, last)[:, None, :]
-    until = (
-        mx.broadcast_to(last[:, None, None], queries.shape) if both_ways else queries
-    )
-    visible = unfused(mx.less_equal, keys, until)
+    sees = queries if until is None else until[:, :, None]
+    visible = unfused(mx.less_equal, keys, sees)
     if layout.num_slots is not None:
         visible = visible & (keys >= 0)
     for rule in rules:

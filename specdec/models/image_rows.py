@@ -117,6 +117,47 @@ class RowImages:
             if image.start < done[i] + valid[i] and image.stop > done[i]
         ]
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest image that a chunk must hold as a whole."""
+        if self._encoder is None or not self._encoder.sees_whole:
+            return 0
+        each = (image for placed in self._images for image in placed)
+        return max((image.stop - image.start for image in each), default=0)
+
+    def whole(self, done: Sequence[int], valid: Sequence[int]) -> list[int]:
+        """How many tokens of each row the next chunk takes, with whole images only.
+
+        An image that does not fit is left to the next chunk; one that is longer than a
+        chunk makes it longer.
+        """
+        counts = list(valid)
+        if not self.longest:
+            return counts
+        for row, image in self._within(done, valid):
+            end = done[row] + counts[row]
+            if image.start < end < image.stop:
+                at = image.start if image.start > done[row] else image.stop
+                counts[row] = at - done[row]
+        return counts
+
+    def until(
+        self, done: Sequence[int], valid: Sequence[int], width: int
+    ) -> mx.array | None:
+        """The last position that each token of a chunk sees, shape (B, width).
+
+        ``None``: every token sees up to itself.
+        """
+        within = self._within(done, valid) if self.longest else []
+        if not within:
+            return None
+        each = np.array(done)[:, None] + np.arange(width)
+        for row, image in within:
+            places = np.array(image.places) - done[row]
+            inside = places[(places >= 0) & (places < valid[row])]
+            each[row, inside] = image.stop - 1
+        return mx.array(each.astype(np.int32))
+
     def encode(self, done: Sequence[int], valid: Sequence[int]) -> Iterator[None]:
         """Embed the images of the next chunk, yielding after each one.
 

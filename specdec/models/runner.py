@@ -204,15 +204,18 @@ class ModelRunner:
         if self.compiled is not None:
             self.compiled.look_at_weights()
         longest = max(map(len, prompts), default=0)
+        seen = RowImages(self.images, self.row_inputs, prompts, images)
+        whole = round_up(seen.longest, self.options.read_bucket)
         options = replace(
             self.options,
             max_write=max(
-                self.prefill_step_size, max_round + self.backend.pad_single_token
+                self.prefill_step_size,
+                whole,
+                max_round + self.backend.pad_single_token,
             ),
             single_stays=single_stays,
         )
-        most = self._bound(max(max_length, self._padded(longest)))
-        seen = RowImages(self.images, self.row_inputs, prompts, images)
+        most = self._bound(max(max_length, self._padded(longest, whole)))
         rows = ModelRows(self, prompts, options, max_round, most, seen)
         if reuses and self.prefixes is not None:
             known_as = self._known_as(seen.named(prompts, self.vocab_size), last)
@@ -244,11 +247,13 @@ class ModelRunner:
         """
         return round_up(length, self.options.read_bucket)
 
-    def _padded(self, length: int) -> int:
+    def _padded(self, length: int, longest_image: int = 0) -> int:
         """Slots that prefill writes for a row of ``length`` tokens."""
-        if self.prefixes is not None:  # a chunk can begin after any prefix
-            return length + self.prefill_step_size
-        return padded_length(length, self.prefill_step_size, self.options.read_bucket)
+        step = self.prefill_step_size
+        # A chunk can begin after any prefix, and end before an image.
+        if self.prefixes is not None or longest_image:
+            return length + max(step, longest_image)
+        return padded_length(length, step, self.options.read_bucket)
 
 
 class ModelRows:
@@ -336,15 +341,21 @@ class ModelRows:
             rest = [n - d for n, d in zip(lengths, done, strict=True)]
             width = self.runner.chunk(max(rest))
             valid = [min(n, width) for n in self._before_stops(rest, done)]
+            valid = self._images.whole(done, valid)
+            if max(valid) > width:
+                width = round_up(max(valid), self.runner.options.read_bucket)
             chunk = [
                 [*prompt[first : first + n], *([0] * (width - n))]
                 for prompt, first, n in zip(self._prompts, done, valid, strict=True)
             ]
             for _ in self._images.encode(done, valid):
+                self.hidden = None  # those of the chunk before were shown
                 yield True  # the rows that decode wait for one image at most
             tokens = mx.array(chunk)
             inputs = self._images.inputs(self.runner.model, tokens, done, valid)
+            self._memo.until = self._images.until(done, valid, width)
             self._padded_forward(tokens, valid, **inputs)
+            self._memo.until = None
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
             self.evaluate()

@@ -39,6 +39,8 @@ class _Family:
         module: its package below ``mlx_vlm.models``.
         processor: the class in the package's ``processing_*`` module.
         processing: the package of that module, if it is another one.
+        marker: the processor's attribute with the text that templates write.
+        sees_whole: whether the tokens of an image see each other both ways.
         sections: how frequencies of rotary embeddings are shared out among three axes;
             ``None``: an image's tokens have positions as text has.
     """
@@ -46,16 +48,19 @@ class _Family:
     module: str
     processor: str
     processing: str = ""
+    marker: str = "image_token"
+    sees_whole: bool = False
     sections: Sections | None = None
 
 
-_QWEN3_5 = _Family("qwen3_5", "Qwen3VLProcessor", "qwen3_vl", "interleaved")
+_QWEN3_5 = _Family("qwen3_5", "Qwen3VLProcessor", "qwen3_vl", sections="interleaved")
 #: By ``model_type``.
 _FAMILIES = {
     "mistral3": _Family("mistral3", "Mistral3Processor"),
     "pixtral": _Family("pixtral", "PixtralProcessor"),
     "lfm2_vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
     "lfm2-vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
+    "gemma3": _Family("gemma3", "Gemma3Processor", marker="boi_token", sees_whole=True),
     "qwen2_5_vl": _Family("qwen2_5_vl", "Qwen2_5_VLProcessor", sections="chunked"),
     "qwen3_vl": replace(_QWEN3_5, module="qwen3_vl"),
     "qwen3_vl_moe": replace(_QWEN3_5, module="qwen3_vl_moe"),
@@ -73,10 +78,12 @@ class _Inputs:
     """What a processor makes of one image.
 
     Args:
-        tokens: the prompt's tokens that stand for the image, markers included.
+        text: what stands for the image in a prompt.
+        tokens: the text's tokens.
         arrays: the arguments of the tower.
     """
 
+    text: str
     tokens: tuple[int, ...]
     arrays: Mapping[str, Any]
 
@@ -105,10 +112,10 @@ class ImageEncoder:
     @property
     def marker(self) -> str:
         """The text that the chat template writes for an image."""
-        return str(self._loaded_processor().image_token)
+        return str(getattr(self._loaded_processor(), self._family.marker))
 
     @property
-    def marker_token(self) -> int:
+    def token(self) -> int:
         """The token that stands for one embedding of an image."""
         for key in ("image_token_index", "image_token_id"):
             token = self.config.get(key)
@@ -116,17 +123,23 @@ class ImageEncoder:
                 return token
         return int(self._loaded_processor().image_token_id)
 
-    def tokens_of(self, image: Image) -> tuple[int, ...]:
-        """The tokens that stand for an image in a prompt.
-
-        Those that equal :attr:`marker_token` are replaced by embeddings; the others
-        mark rows and ends.
+    def text_of(self, image: Image) -> str:
+        """What stands for the marker of an image in a prompt.
 
         Raises:
             PromptError: the processor does not take the image.
         """
         with self._lock:
-            return self._inputs_of(image).tokens
+            return self._inputs_of(image).text
+
+    def count_of(self, image: Image) -> int:
+        """How many tokens of an image are replaced by embeddings.
+
+        Raises:
+            PromptError: the processor does not take the image.
+        """
+        with self._lock:
+            return self._inputs_of(image).tokens.count(self.token)
 
     def grid_of(self, image: Image) -> tuple[int, int] | None:
         """Rows and columns of an image's embeddings, if its positions depend on them.
@@ -146,6 +159,11 @@ class ImageEncoder:
     def sections(self) -> Sections | None:
         """How rotary embeddings know of rows and columns; ``None``: they do not."""
         return self._family.sections
+
+    @property
+    def sees_whole(self) -> bool:
+        """Whether the tokens of an image see each other both ways."""
+        return self._family.sees_whole
 
     def embeddings_of(self, image: Image) -> mx.array:
         """The embeddings of an image, shape (L, N, D), one for each marker token.
@@ -167,9 +185,12 @@ class ImageEncoder:
             tower: Any = self._loaded_tower()
             tokens = mx.array([inputs.tokens])
             try:
-                embedded = tower.get_input_embeddings(tokens, **inputs.arrays)
+                mask = mx.ones_like(tokens)
+                embedded = tower.get_input_embeddings(
+                    tokens, mask=mask, **inputs.arrays
+                )
                 first: mx.array = embedded.inputs_embeds[0]
-                places = np.flatnonzero(np.array(inputs.tokens) == self.marker_token)
+                places = np.flatnonzero(np.array(inputs.tokens) == self.token)
                 deep = embedded.deepstack_visual_embeds
                 deep = () if deep is None else deep
                 rows = mx.stack([first[mx.array(places)], *deep])
@@ -203,21 +224,23 @@ class ImageEncoder:
         if stored is not None:
             return stored
         processor = self._loaded_processor()
+        tokenizer = processor.tokenizer
+        processor.tokenizer = recorder = _Recorder(tokenizer)
         try:
             made = processor(
-                images=[_pil(image)],
-                text=[str(processor.image_token)],
-                add_special_tokens=False,
+                images=[_pil(image)], text=[self.marker], add_special_tokens=False
             )
         except Exception as error:  # a processor may raise anything
             raise PromptError(
                 f"{self._name} does not take this image of {image.width} x "
                 f"{image.height} pixels ({shorten(error)}): send it in another size"
             ) from error
+        finally:
+            processor.tokenizer = tokenizer
         arrays = {key: _array(value) for key, value in made.items()}
         tokens = tuple(int(t) for t in np.array(arrays.pop("input_ids")).reshape(-1))
         arrays.pop("attention_mask", None)
-        inputs = _Inputs(tokens, arrays)
+        inputs = _Inputs(recorder.text, tokens, arrays)
         self._inputs[image.digest] = inputs
         while len(self._inputs) > 64:  # prompts that were refused or are restored
             self._inputs.popitem(last=False)
@@ -228,9 +251,10 @@ class ImageEncoder:
             module = _mlx_vlm(self._family, "processing_")
             kind = getattr(module, self._family.processor)
             try:
-                self._processor = kind.from_pretrained(
-                    str(self._folder), trust_remote_code=False
-                )
+                with _as_before():
+                    self._processor = kind.from_pretrained(
+                        str(self._folder), trust_remote_code=False
+                    )
             except Exception as error:  # files may hold anything
                 raise ModelError(
                     f"{self._name}: its image processor cannot be loaded "
@@ -292,7 +316,8 @@ def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.
         raise UnsupportedModelError(
             f"{folder} has no weights of an image tower: take a conversion that has"
         )
-    weights = module.Model.sanitize(model, weights)
+    if hasattr(model, "sanitize"):
+        weights = module.Model.sanitize(model, weights)
     if hasattr(module, "VisionModel"):
         vision = module.VisionModel(model_config.vision_config)
         if hasattr(vision, "sanitize"):
@@ -352,6 +377,21 @@ def _mlx_vlm(family: _Family, prefix: str = "") -> Any:
         raise PromptError(
             f"images need more packages ({shorten(error)}): {install('vision')}"
         ) from error
+
+
+class _Recorder:
+    """A processor's tokenizer that records the text that it is given."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.text = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Any = None, **options: Any) -> Any:
+        (self.text,) = text
+        return self._tokenizer(text, **options)
 
 
 @contextmanager

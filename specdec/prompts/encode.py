@@ -56,9 +56,14 @@ class ImageTokens(Protocol):
     """How a target writes images; :class:`specdec.models.vision.ImageEncoder`."""
 
     @property
-    def marker_token(self) -> int: ...
+    def marker(self) -> str: ...
 
-    def tokens_of(self, image: Image) -> tuple[int, ...]: ...
+    @property
+    def token(self) -> int: ...
+
+    def text_of(self, image: Image) -> str: ...
+
+    def count_of(self, image: Image) -> int: ...
 
     def grid_of(self, image: Image) -> tuple[int, int] | None: ...
 
@@ -219,10 +224,9 @@ def encode(
             tools=tools,
             continued=continued or prefill_response is not None,
         )
-        token_ids = _encode_rendered(tokenizer, text, limit)
         if pictures:
-            return _with_images(text, token_ids, pictures, limit)
-        return EncodedPrompt(text, token_ids)
+            return _with_images(tokenizer, text, pictures, limit)
+        return EncodedPrompt(text, _encode_rendered(tokenizer, text, limit))
 
     if isinstance(prompt, str):
         limit.check(prompt)
@@ -266,38 +270,36 @@ def encode(
 
 
 def _with_images(
-    text: str,
-    token_ids: Sequence[int],
-    pictures: Sequence[Image],
-    limit: PromptLimit,
+    tokenizer: Any, text: str, pictures: Sequence[Image], limit: PromptLimit
 ) -> EncodedPrompt:
-    """Replace each marker that the template wrote by the tokens of its image."""
+    """Encode rendered messages; each marker in them stands for an image."""
     encoder = limit.images
     assert not isinstance(encoder, str)
-    marker = encoder.marker_token
-    if token_ids.count(marker) != len(pictures):
+    between = text.split(encoder.marker)
+    if len(between) != len(pictures) + 1:
         raise PromptError(
-            f"the rendered messages have {token_ids.count(marker)} image markers for "
-            f"{len(pictures)} images: write no marker into a text"
+            f"the rendered messages have {len(between) - 1} image markers for "
+            f"{len(pictures)} images: write no {encoder.marker} into a text"
         )
-    if token_ids[-1] == marker:
+    whole = between[0]
+    for image, following in zip(pictures, between[1:], strict=True):
+        whole += encoder.text_of(image) + following
+    token_ids = _encode_rendered(tokenizer, whole, limit)
+    limit.check_count(len(token_ids), "tokens, those of its images included,")
+    places = [i for i, token in enumerate(token_ids) if token == encoder.token]
+    counts = [encoder.count_of(image) for image in pictures]
+    if len(places) != sum(counts):
+        raise PromptError(
+            f"it has {len(places)} tokens of images for {sum(counts)} embeddings: "
+            "write no marker of images into a text"
+        )
+    if places[-1] == len(token_ids) - 1:
         raise PromptError("it ends with an image: end it with text")
-    waiting = iter(pictures)
-    whole: list[int] = []
     placed: list[PlacedImage] = []
-    for token in token_ids:
-        if token != marker:
-            whole.append(token)
-            continue
-        image = next(waiting)
-        tokens = encoder.tokens_of(image)
-        start = len(whole)
-        places = tuple(start + i for i, each in enumerate(tokens) if each == marker)
-        stop, grid = start + len(tokens), encoder.grid_of(image)
-        placed.append(PlacedImage(image, start, stop, places, grid))
-        whole += tokens
-    limit.check_count(len(whole), "tokens, those of its images included,")
-    return EncodedPrompt(text, tuple(whole), tuple(placed))
+    for image, count in zip(pictures, counts, strict=True):
+        at, places = tuple(places[:count]), places[count:]
+        placed.append(PlacedImage(image, at, encoder.grid_of(image)))
+    return EncodedPrompt(text, token_ids, tuple(placed))
 
 
 def _has_chat_template(tokenizer: Any) -> bool:

@@ -75,16 +75,24 @@ class PlacedImage:
     """An image among the tokens of a prompt.
 
     Args:
-        start, stop: the tokens that stand for it, markers of rows and ends included.
-        places: those of them that its embeddings replace.
+        places: the tokens that its embeddings replace, in order. Marks of rows may lie
+            between them.
         grid: rows and columns of its embeddings, if positions depend on them.
     """
 
     image: Image
-    start: int
-    stop: int
     places: tuple[int, ...] = field(repr=False)
     grid: tuple[int, int] | None = None
+
+    @property
+    def start(self) -> int:
+        """Its first place."""
+        return self.places[0]
+
+    @property
+    def stop(self) -> int:
+        """The token after its last place."""
+        return self.places[-1] + 1
 
 
 def holds_image(part: Mapping[str, Any]) -> bool:

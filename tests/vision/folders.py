@@ -39,6 +39,7 @@ _LFM_IMAGES = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>
     f"<|img_row_{r}_col_{c}|>" for r in range(1, 4) for c in range(1, 4)
 ]
 _QWEN_IMAGES = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+_GEMMA_IMAGES = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
 #: By family: special tokens (the marker first), and the configuration.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "mistral3": (
@@ -84,6 +85,23 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
             },
             "downsample_factor": 2, "encoder_patch_size": 8, "tile_size": 32,
             "projector_hidden_size": 32, "vision_feature_layer": -1,
+        },
+    ),
+    "gemma3": (
+        _GEMMA_IMAGES,
+        {
+            "text_config": {
+                **_TEXT, "model_type": "gemma3_text", "head_dim": 8,
+                "num_hidden_layers": 3, "sliding_window": 12,
+                "sliding_window_pattern": 2, "query_pre_attn_scalar": 8,
+                "mm_tokens_per_image": 4,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model", "hidden_size": 16,
+                "num_hidden_layers": 2, "intermediate_size": 32,
+                "num_attention_heads": 2, "patch_size": 8, "image_size": 32,
+            },
+            "hidden_size": 32,
         },
     ),
     "qwen2_5_vl": (
@@ -158,6 +176,10 @@ _PREPROCESSORS = {
         "encoder_patch_size": 8, "tile_size": 32, "downsample_factor": 2,
         "min_image_tokens": 2, "max_image_tokens": 4,
     },
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 4,
+        "size": {"height": 32, "width": 32}, "do_pan_and_scan": False,
+    },
     "qwen2_5_vl": {
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
         "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
@@ -172,7 +194,8 @@ def write_vision_folder(path: Path, family: str, seed: int = 0) -> Any:
     special, config = FAMILIES[family]
     tokenizer = _tokenizer(special)
     config = json.loads(json.dumps(config)) | {"model_type": family}
-    config["image_token_index"] = tokenizer.convert_tokens_to_ids(special[0])
+    at = special[special is _GEMMA_IMAGES]
+    config["image_token_index"] = tokenizer.convert_tokens_to_ids(at)
     config["image_token_id"] = config["image_token_index"]
     config.get("text_config", {})["vocab_size"] = len(tokenizer)
     config["vocab_size"] = len(tokenizer)
@@ -185,6 +208,8 @@ def write_vision_folder(path: Path, family: str, seed: int = 0) -> Any:
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     (path / "config.json").write_text(json.dumps(config))
     (path / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSORS[family]))
+    if special is _GEMMA_IMAGES:
+        (path / "processor_config.json").write_text('{"image_seq_length": 4}')
     tokenizer.save_pretrained(path)
     return model
 
@@ -230,11 +255,13 @@ def _tokenizer(special: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     names = ["<end>", "<user>", "<assistant>", "<system>", *special]
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    named = dict(zip(("boi_token", "image_token", "eoi_token"), special, strict=False))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<end>",
         pad_token="<end>",
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": named} if special is _GEMMA_IMAGES else {}),
     )
     marker = special[0]
     if special is _QWEN_IMAGES:
