@@ -46,6 +46,8 @@ class EngineConfig:
         prefix_cache_size: the most bytes of entries in this folder.
         prefix_cache_memory: the most bytes of prefixes kept in memory. ``None`` is
             1 GB with a ``prefix_cache``, and 0 (keep none) without.
+        draft_corpus: whether ``ngram`` drafts also look in finished answers of the same
+            client.
         memory_limit: the most bytes that MLX should hold. Models that cannot fit are
             not loaded, requests that cannot fit are refused, and rows wait for memory.
             ``None``: what the device has. See docs/memory.md.
@@ -64,6 +66,7 @@ class EngineConfig:
     prefix_cache: str | os.PathLike[str] | None = None
     prefix_cache_size: int = DEFAULT_PREFIX_CACHE_SIZE
     prefix_cache_memory: int | None = None
+    draft_corpus: bool = True
     memory_limit: int | None = None
 
     def __post_init__(self) -> None:

@@ -114,6 +114,23 @@ class Request:
         return self.eos_token_ids | frozenset(self.params.stop_token_ids)
 
     @property
+    def drafted_as(self) -> str | None:
+        """The client whose earlier answers may be proposed; ``None``: nobody's.
+
+        With a ratio rule, the text depends on what is proposed. It must not depend on
+        other requests.
+        """
+        params = self.params
+        if params.verification != "coupled":
+            return None
+        return params.draft_corpus or params.cache_salt or ""
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has ended with a whole answer."""
+        return self.finish_reason in ("stop", "length")
+
+    @property
     def reports_logprobs(self) -> bool:
         """Whether its log-probabilities were asked for."""
         return self.params.logprobs or self.params.top_logprobs > 0

@@ -91,7 +91,10 @@ class SamplingParams:
             grammar allows it. ``None``: any text.
         num_draft_tokens: the most tokens to draft for this row in a round. 0 does not
             speculate; ``None`` leaves the choice to the engine.
-        cache_salt: stored prefixes are shared only among requests with the same salt.
+        cache_salt: stored prefixes are shared only among requests with the same salt,
+            and so are finished answers, where n-grams are looked up in them.
+        draft_corpus: where n-grams are looked up in finished answers, these are shared
+            only among requests with the same name here, whatever their salt.
             Others cannot find out by timing how this prompt begins. ``None``: shared
             among all requests without a salt.
         verification: how draft tokens of a sampling row are accepted. All three keep
@@ -134,6 +137,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     num_draft_tokens: int | None = None
     cache_salt: str | None = None
+    draft_corpus: str | None = None
     verification: Verification = "coupled"
 
     def __post_init__(self) -> None:
@@ -206,9 +210,10 @@ class SamplingParams:
         require(few, "min_tokens", self.min_tokens, rule)
         if self.num_draft_tokens is not None:
             require_int("num_draft_tokens", self.num_draft_tokens, 0)
-        if self.cache_salt is not None:
-            valid = isinstance(self.cache_salt, str) and self.cache_salt != ""
-            require(valid, "cache_salt", self.cache_salt, "a text, not empty")
+        for name in ("cache_salt", "draft_corpus"):
+            text = getattr(self, name)
+            valid = text is None or (isinstance(text, str) and text != "")
+            require(valid, name, text, "a text, not empty")
         self._check_stop()
         for name in ("stop_token_ids", "xtc_special_tokens"):
             for token in getattr(self, name) or ():

@@ -74,7 +74,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "frequency_penalty", "logit_bias", "seed", "json_schema", "regex",
         "grammar_file",
     ),
-    "Drafting": ("verification", "draws", "max_restarts", "rounds"),
+    "Drafting": ("verification", "draft_corpus", "draws", "max_restarts", "rounds"),
     "Memory": (
         "memory_limit", "prefill_step_size", "max_kv_size", "kv_bits",
         "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
@@ -295,6 +295,13 @@ kv_group_size = partial(
     default=64,
     show_default=True,
     help="With --kv-bits: how many elements share a scale.",
+)
+draft_corpus = partial(
+    click.option,
+    "--draft-corpus/--no-draft-corpus",
+    default=True,
+    show_default=True,
+    help="Let ngram drafts also look in finished answers (of the same client).",
 )
 memory_limit = partial(
     size,

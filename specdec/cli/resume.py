@@ -24,7 +24,7 @@ from .options import Models
 
 # Settings that are not compared: the text does not depend on the salt, and the seed is
 # a field of the result.
-_BESIDE = frozenset({"seed", "cache_salt"})
+_BESIDE = frozenset({"seed", "cache_salt", "draft_corpus"})
 # Settings that matter only if draft tokens are accepted by a ratio rule.
 _DRAFTING = frozenset({"draft", "draft_adapter_path", "num_draft_tokens"})
 # What stands for a setting that was not given.

@@ -74,6 +74,7 @@ _PATIENCE = 2.0
         "be 0, by measured costs and acceptance.",
         low=0,
     ),
+    options.draft_corpus(),
     options.prefill_step_size(
         help="Prompt tokens per row in one forward; fewer need less memory."
     ),

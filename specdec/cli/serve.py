@@ -60,6 +60,7 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
         "Tokens that the draft proposes in a round. auto chooses the number.",
         low=0,
     ),
+    options.draft_corpus(),
     options.prefill_step_size(
         help="Prompt tokens per row in one forward. Running requests wait for one "
         "forward at most."

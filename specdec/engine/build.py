@@ -54,6 +54,7 @@ def models_of(
         vocab_size=of_target.vocab_size,
         max_draft_tokens=config.max_draft_tokens,
         runner=runner,
+        corpus=config.draft_corpus,
     )
     made = make_drafter(drafter, context)
     recording = of_target.recording(

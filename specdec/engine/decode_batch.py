@@ -291,7 +291,7 @@ class DecodeBatch:
     def _round(self, k: int, limits: Sequence[int]) -> Round:
         committed = self._committed.within(self._rules.sampling.context_size)
         round_ = self._rules.round_of(k, committed, self._active, limits)
-        return replace(round_, target=self._target)
+        return replace(round_, target=self._target, clients=self._clients)
 
     def _propose(self, round_: Round) -> Proposals | None:
         """The draft's k tokens for every row; ``None`` if k is 0."""
@@ -400,6 +400,7 @@ class DecodeBatch:
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
+        self._clients = tuple(None if s is None else s.drafted_as for s in self.slots)
 
     def retire(self) -> None:
         """Remove rows that have ended.
@@ -411,6 +412,7 @@ class DecodeBatch:
             i for i, s in enumerate(self.slots) if s and s.finish_reason is not None
         ]
         for i in ended:
+            self._remember(self.slots[i])
             self.slots[i] = None
         running, size = len(self.unfinished), len(self.slots)
         if not running:
@@ -428,6 +430,13 @@ class DecodeBatch:
                 self._draft.reset(ended)
             self._note_rows()
         self._note_lengths()
+
+    def _remember(self, request: Request | None) -> None:
+        """Show the drafter a finished answer."""
+        if self._drafter is not None and request is not None and request.answered:
+            client = request.drafted_as
+            if client is not None:
+                self._drafter.remember(request.tokens, client)
 
     def join(self, other: DecodeBatch, num_slots: int) -> None:
         """Take over the running rows of ``other``, in idle slots or in new ones.

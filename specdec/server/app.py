@@ -202,8 +202,11 @@ def _endpoint(path: str, parse: Parse) -> Route:
         except Refusal as refusal:
             service.metrics.answered(path, "refused", time.monotonic() - began)
             return error_response(refusal, path)
+        keys = service.config.api_keys
+        client = client_of(request.scope, keys)
+        if keys or not request.scope.get("client"):  # else it is one person's
+            rendering.job = rendering.job.drafted_for(client)
         if service.config.prefix_sharing == "client":
-            client = client_of(request.scope, service.config.api_keys)
             rendering.job = rendering.job.of_client(client)
         return _Answer(service, rendering, path)
 

@@ -99,6 +99,11 @@ class Job:
         salt = json.dumps([client, self.params.cache_salt])
         return replace(self, params=replace(self.params, cache_salt=salt))
 
+    def drafted_for(self, client: str) -> Job:
+        """A copy for which no other client's answers are proposed."""
+        name = json.dumps([client, self.params.cache_salt])
+        return replace(self, params=replace(self.params, draft_corpus=name))
+
 
 @dataclass(frozen=True)
 class Begun:

@@ -47,6 +47,10 @@ class ChainDrafter(Drafter):
         self.context = reading[0].context if len(reading) == 1 else None
         self.reads_prompts = any(d.reads_prompts for d in reading)
 
+    def remember(self, answer: Sequence[int], client: str) -> None:
+        self.first.remember(answer, client)
+        self.second.remember(answer, client)
+
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         first, second = (
             each.rows(prompts, max_length=max_length)

@@ -92,6 +92,10 @@ class Round:
         grammar: what the rows' grammars allow; ``None`` if no row has one.
         target: the target's caches, for drafters that attend to its keys and values.
             They hold all committed tokens of a row but the newest.
+        clients: whose request each row is, by names. Nothing that a drafter has learnt
+            from one client's answers may be proposed to another. ``None`` for rows
+            that have ended, and for those with a ratio rule, whose text would depend
+            on what other requests asked for. Empty if nobody is known.
     """
 
     num_draft_tokens: int
@@ -104,6 +108,7 @@ class Round:
     lengths: mx.array = field(kw_only=True)
     grammar: GrammarMasks | None = field(default=None, kw_only=True)
     target: ModelRows | None = field(default=None, kw_only=True)
+    clients: tuple[str | None, ...] = field(default=(), kw_only=True)
 
     @property
     def tail(self) -> mx.array:
@@ -324,6 +329,10 @@ class Drafter(ABC):
 
     #: The share of the target's tokens that it can propose, 0 to 1; ``None``: all.
     vocabulary_share: float | None = None
+
+    def remember(self, answer: Sequence[int], client: str) -> None:
+        """Learn a finished answer of a client; see :attr:`Round.clients`."""
+        return
 
     @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from ..errors import ConfigError
@@ -37,12 +37,14 @@ class DraftContext:
         vocab_size: the target's number of logits.
         max_draft_tokens: largest k of any round.
         runner: runs a model with the decoder's settings for caches and prefill.
+        corpus: whether finished answers may be proposed again.
     """
 
     target: LoadedModel
     vocab_size: int
     max_draft_tokens: int
     runner: Callable[[LoadedModel], ModelRunner]
+    corpus: bool = True
 
 
 #: Makes the drafter of a decoder: a function, or a class whose constructor takes the
@@ -126,7 +128,8 @@ class NamedDrafter:
         """
         found: list[Drafter] = []
         if self.ngram is not None:
-            found.append(NgramDrafter(self.ngram))
+            options = self.ngram if context.corpus else replace(self.ngram, corpus=0)
+            found.append(NgramDrafter(options))
         if self.model is not None:
             settings: dict[str, Any] = {
                 "vocab_size": context.vocab_size,

@@ -67,6 +67,13 @@ class _Guarded(Drafter):
         self.context = drafter.context
         self.reads_prompts = drafter.reads_prompts
 
+    def remember(self, answer: Sequence[int], client: str) -> None:
+        if self._guard.error is None:
+            try:
+                self._drafter.remember(answer, client)
+            except Exception as error:
+                self._guard.fail(error, self._drafter)
+
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
     ) -> _GuardedRows:

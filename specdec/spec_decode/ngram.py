@@ -1,5 +1,7 @@
 """Prompt lookup: proposes what followed the newest tokens when they occurred before.
 
+Before: in the row itself, or in finished answers of the same client.
+
 (Saxena 2023, "Prompt lookup decoding"; Yang et al. 2023, "Inference with
 reference".) No model, and nothing leaves the device.
 """
@@ -18,6 +20,7 @@ from ..errors import ConfigError
 from ..models.kernel_proofs import kept_proofs
 from ..utils.checks import require, require_int
 from . import ngram_search
+from .corpus import DEPTH, Corpora, Corpus, Found
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .ngram_search import EMPTY, Lookup, ring_of
 from .rejection_sampler import Accepted
@@ -27,6 +30,8 @@ _MIN_CAPACITY = 256
 # The tokens of so many rounds without a look-up are computed together, since each call
 # takes the host tens of microseconds. Until then a few small arrays are held.
 _TOGETHER = 8
+# Clients whose answers are kept: with all of them, 50 MB.
+_MOST_CLIENTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,8 @@ class NgramOptions:
             occurred before. The longest match is taken; among equal ones, the newest.
         max_history: how many of a row's newest tokens are searched. A round's cost
             grows with ``max_ngram`` times this.
+        corpus: tokens of finished answers that are kept for each client and searched,
+            too: a power of two, or 0 for none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -46,6 +53,7 @@ class NgramOptions:
     max_ngram: int = 4
     min_ngram: int = 2
     max_history: int = 8192
+    corpus: int = 1 << 16
 
     def __post_init__(self) -> None:
         require_int("min_ngram", self.min_ngram, 1)
@@ -57,14 +65,19 @@ class NgramOptions:
             self.max_ngram,
             f"less than {_MIN_CAPACITY}",
         )
+        require_int("corpus", self.corpus, 0)
+        fits = self.corpus == 0 or (self.corpus.bit_count() == 1 and self.corpus >= 256)
+        require(fits, "corpus", self.corpus, "0, or a power of two from 256 on")
 
     def nbytes(self, num_rows: int) -> int:
         """The most bytes that a look-up takes for so many rows.
 
         For each slot, 8 bytes to compare it with each of the newest tokens, and 32 for
-        the results: measured, and rounded up.
+        the results: measured, and rounded up. Each row may have a corpus of its own,
+        and a copy of it is held while the next one is made.
         """
-        return num_rows * self.max_history * (32 + 8 * self.max_ngram)
+        searched = self.max_history * (32 + 8 * self.max_ngram)
+        return num_rows * (searched + 2 * Corpus.nbytes(self.corpus))
 
 
 class NgramDrafter(Drafter):
@@ -86,11 +99,16 @@ class NgramDrafter(Drafter):
                 "decoder wants drafter='ngram', or a function that makes one"
             )
         self.options = options or NgramOptions()
+        self.corpora = Corpora(self.options.corpus, _MOST_CLIENTS)
         self.lookup: Lookup = ngram_search
         if defaults().kernels:
             with kept_proofs():
                 if ngram_kernel.proven(ngram_search.search, ngram_search.keep):
                     self.lookup = ngram_kernel
+
+    def remember(self, answer: Sequence[int], client: str) -> None:
+        """Keep a finished answer, to look n-grams up in for the same client."""
+        self.corpora.add(client, answer)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:
         return NgramRows(self, prompts, max_length)
@@ -110,6 +128,7 @@ class NgramRows(DraftRows):
         self, drafter: NgramDrafter, prompts: Sequence[Sequence[int]], max_length: int
     ):
         self._options = drafter.options
+        self._corpora = drafter.corpora
         self._lookup = drafter.lookup
         # The most tokens that a row can have now, its first one included.
         self._longest = max(map(len, prompts)) + 1
@@ -122,6 +141,9 @@ class NgramRows(DraftRows):
         options = self._options
         self._unwritten = 0
         self._reserve(self._longest)
+        answers = self._in_answers(round_)
+        if answers is not None:
+            return self._longer(round_, answers)
         inputs, lengths = self._lookup.search(
             self._ring,
             round_.lengths,
@@ -131,6 +153,38 @@ class NgramRows(DraftRows):
             min_ngram=options.min_ngram,
         )
         return Proposals.within(inputs, lengths=lengths)
+
+    def _in_answers(self, round_: Round) -> Found | None:
+        """What followed the newest tokens in finished answers, if there are any."""
+        last = (round_.lengths - 1)[:, None]
+        tail = ngram_search.read(self._ring, last - mx.arange(DEPTH))
+        tail = mx.concatenate([round_.recent[:, -1:], tail[:, 1:]], axis=1)
+        return self._corpora.find(round_.clients, tail, round_.num_draft_tokens)
+
+    def _longer(self, round_: Round, answers: Found) -> Proposals:
+        """The longer match of each row: its own, or that in answers."""
+        options, k = self._options, round_.num_draft_tokens
+        newest = round_.recent[:, -1:]
+        ring = ngram_search.write(self._ring, round_.lengths - 1, newest, 1)
+        match = ngram_search.longest_match(
+            ring,
+            round_.lengths,
+            max_ngram=options.max_ngram,
+            min_ngram=options.min_ngram,
+        )
+        back = mx.arange(DEPTH)
+        before = ngram_search.read(ring, match.last[:, None] - back)
+        tail = ngram_search.read(ring, (round_.lengths - 1)[:, None] - back)
+        agree = (before == tail) & (before >= 0)
+        size = mx.cumprod(agree.astype(mx.int32), axis=1).sum(axis=1)
+        size = mx.where(match.size > 0, size, 0)
+        own = ngram_search.continuation(ring, round_.lengths, match, k)
+        other = (answers.size > size) & (answers.count > 0)
+        tokens = mx.where(other[:, None], answers.tokens, mx.maximum(own, 0))
+        lengths = mx.where(other, answers.count, mx.where(size > 0, k, 0))
+        tokens = mx.where((lengths > 0)[:, None], tokens, 0)
+        inputs = mx.concatenate([newest, tokens], axis=1)
+        return Proposals.within(inputs, lengths=lengths.astype(mx.int32))
 
     def peek(self, round_: Round) -> Proposals | None:
         return self.propose(round_)

@@ -23,12 +23,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from specdec import SamplingParams, ServerError, SpecDecoder
+from specdec import EngineConfig, SamplingParams, ServerError, SpecDecoder
 from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat, web
 from specdec.server.config import ServerConfig
 from specdec.server.running import bind, run, url_of
 from specdec.server.service import Service
+from specdec.spec_decode import NgramDrafter
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
 
@@ -547,3 +548,35 @@ def test_who_finds_whose_prefixes(decoder: SpecDecoder) -> None:
         assert not cached("Shared")
         assert cached("Shared")
         assert not cached("Shared", user="anna")
+
+
+def test_whose_answers_are_drafted_from(
+    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key's own, though prefixes are shared; without keys there is one client.
+
+    With counts of accepted tokens, one client could read another's answers.
+    """
+    drafting = SpecDecoder(
+        decoder.target, drafter="ngram", config=EngineConfig(num_draft_tokens=2)
+    )
+    clients, usual = list[str](), NgramDrafter.remember
+
+    def noted(self: NgramDrafter, answer: Any, client: str) -> None:
+        clients.append(client)
+        usual(self, answer, client)
+
+    monkeypatch.setattr(NgramDrafter, "remember", noted)
+    for keys, distinct in (((), 1), (("a", "b"), 2)):
+        clients.clear()
+        with running(drafting, api_keys=keys) as server:
+            for key in ("a", "b", "a"):
+                found = httpx.post(
+                    f"{server.url}/v1/completions",
+                    json={"prompt": "a b", "max_tokens": 4},
+                    headers={"x-api-key": key},
+                )
+                assert found.status_code == 200, found.text
+        assert len(clients) == 3
+        assert clients[0] == clients[2]
+        assert len(set(clients)) == distinct

@@ -1,0 +1,206 @@
+"""Finished answers of a client, and where in them a row's newest tokens occurred.
+
+Answers lie one after the other in a ring of tokens. A table has, for each hash of three
+tokens, a few of the places where these end. Both are on the host, where an answer is
+added in time proportional to its length; a look-up is gathers of fixed shapes on the
+device. A place that was overwritten, or whose hash is shared, does not agree with the
+row's tokens, and so is no match.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from .ngram_search import EMPTY
+
+#: Tokens of the shortest match.
+SHORTEST = 3
+# Tokens of the longest match that is measured.
+DEPTH = 16
+# Places of one hash: of the newest answers that have it, one of each. Of equal hashes
+# in an answer, the last one counts.
+_WAYS = 4
+_MULTIPLIER = 0x9E3779B1
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What followed a row's newest tokens in an answer.
+
+    Args:
+        tokens: shape (B, k), int32, 0 where there are none.
+        count: how many there are, shape (B,).
+        size: newest tokens that agree, up to ``DEPTH``; 0 without a match, shape (B,).
+    """
+
+    tokens: mx.array
+    count: mx.array
+    size: mx.array
+
+
+class Corpus:
+    """The newest answers of one client.
+
+    Args:
+        capacity: N, tokens of the ring, a power of two.
+    """
+
+    def __init__(self, capacity: int):
+        self.tokens: Int32s = np.full(capacity, EMPTY, np.int32)
+        self.places: Int32s = np.full((capacity // 2, _WAYS), -1, np.int32)
+        #: The place of the next token, and how many answers were added.
+        self.end, self.count = 0, 0
+
+    @staticmethod
+    def nbytes(capacity: int) -> int:
+        """Bytes of one corpus."""
+        return capacity * 4 * (1 + _WAYS // 2)
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Add an answer; of a long one, the last tokens that half of the ring holds."""
+        capacity = len(self.tokens)
+        tokens = np.array(answer[-(capacity // 2) :], np.int32)
+        if len(tokens) <= SHORTEST:
+            return
+        width = len(tokens) + 1  # and a separator
+        first = self.end
+        if first + width > capacity:  # no answer goes on at the ring's beginning
+            self.tokens[first:] = EMPTY
+            first = 0
+        self.tokens[first : first + width - 1] = tokens
+        self.tokens[first + width - 1] = EMPTY
+        at = np.arange(SHORTEST - 1, len(tokens) - 1, dtype=np.int32)
+        newest = [tokens[at - j].astype(np.uint32) for j in range(SHORTEST)]
+        way = self.count % _WAYS
+        self.places[_bucket(newest, len(self.places)), way] = first + at
+        self.end = (first + width) % capacity
+        self.count += 1
+
+
+def _bucket(newest: Sequence[npt.NDArray[np.uint32]], buckets: int) -> Int32s:
+    """The table's row for tokens, the newest first."""
+    mixed = np.zeros_like(newest[0])
+    for tokens in newest:
+        mixed = (mixed ^ tokens) * np.uint32(_MULTIPLIER)
+    bits = buckets.bit_length() - 1
+    return (mixed >> np.uint32(32 - bits)).astype(np.int32)
+
+
+class Corpora:
+    """A corpus for each client; those that were used last are kept.
+
+    Args:
+        capacity: tokens of each corpus, a power of two; 0 keeps none.
+        most: corpora that are kept.
+    """
+
+    def __init__(self, capacity: int, most: int):
+        self.capacity, self.most = capacity, most
+        self._corpora: OrderedDict[str, Corpus] = OrderedDict()
+        # Arrays on the device, and what they were made from.
+        self._held: tuple[object, tuple[mx.array, mx.array, mx.array, mx.array]]
+        self._held = (None, (mx.array(0),) * 4)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return len(self._corpora) * Corpus.nbytes(self.capacity)
+
+    def add(self, client: str, answer: Sequence[int]) -> None:
+        """Add a client's finished answer."""
+        if not self.capacity:
+            return
+        if client not in self._corpora:
+            self._corpora[client] = Corpus(self.capacity)
+        self._corpora.move_to_end(client)
+        self._corpora[client].add(answer)
+        if len(self._corpora) > self.most:
+            self._corpora.popitem(last=False)
+
+    def find(
+        self, clients: Sequence[str | None], tail: mx.array, k: int
+    ) -> Found | None:
+        """What followed each row's newest tokens in its client's answers.
+
+        Args:
+            clients: of each row; ``None``: its corpus is empty.
+            tail: each row's newest tokens, the newest first, shape (B, ``DEPTH``); what
+                equals no token where a row has fewer.
+            k: how many tokens.
+
+        Returns:
+            ``None`` if no row's client has an answer.
+        """
+        known = sorted({c for c in clients if c is not None and c in self._corpora})
+        if not known:
+            return None
+        rows = tuple(known.index(c) if c in known else -1 for c in clients)
+        used = [self._corpora[c] for c in known]
+        made_from = (rows, tuple(known), tuple(corpus.count for corpus in used))
+        if self._held[0] != made_from:
+            arrays = (
+                mx.array(np.concatenate([corpus.tokens for corpus in used])),
+                mx.array(np.concatenate([corpus.places for corpus in used])),
+                mx.array([used[i].end if i >= 0 else 0 for i in rows], mx.int32),
+                mx.array(rows, mx.int32),
+            )
+            self._held = (made_from, arrays)
+        return _found(*self._held[1], self.capacity, tail, k)
+
+
+def _found(
+    tokens: mx.array,
+    places: mx.array,
+    ends: mx.array,
+    rows: mx.array,
+    capacity: int,
+    tail: mx.array,
+    k: int,
+) -> Found:
+    """See :meth:`Corpora.find`.
+
+    Args:
+        tokens, places: of all corpora, one after the other.
+        ends: where each row's corpus ends, shape (B,).
+        rows: the number of each row's corpus, or -1, shape (B,).
+    """
+    buckets = capacity // 2
+    mixed = mx.zeros(rows.shape, mx.uint32)
+    for j in range(SHORTEST):
+        mixed = (mixed ^ tail[:, j].astype(mx.uint32)) * mx.array(
+            _MULTIPLIER, mx.uint32
+        )
+    bits = buckets.bit_length() - 1
+    bucket = (mixed >> (32 - bits)).astype(mx.int32)
+    own = mx.maximum(rows, 0)
+    ways = places[own * buckets + bucket]
+
+    def at(where: mx.array) -> mx.array:
+        """Tokens at places of each row's corpus; ``EMPTY`` outside of it."""
+        inside = (where >= 0) & (where < capacity)
+        shape = (-1, *[1] * (where.ndim - 1))
+        index = own.reshape(shape) * capacity + mx.where(inside, where, 0)
+        return mx.where(inside, tokens[index], EMPTY)
+
+    agree = at(ways[..., None] - mx.arange(DEPTH)) == tail[:, None, :]
+    size = mx.cumprod(agree.astype(mx.int32), axis=-1).sum(axis=-1)
+    size = mx.where((ways >= 0) & (rows >= 0)[:, None], size, 0)
+    size = mx.where(size >= SHORTEST, size, 0)
+    # The longest, and of these the newest.
+    age = (ends[:, None] - ways - 1) % capacity
+    best = mx.argmax(size * capacity - age, axis=1, keepdims=True)
+    size = mx.take_along_axis(size, best, axis=1)[:, 0]
+    last = mx.take_along_axis(ways, best, axis=1)
+    following = at(last + 1 + mx.arange(k))
+    there = mx.cumprod((following >= 0).astype(mx.int32), axis=1)
+    count = mx.where(size > 0, there.sum(axis=1), 0)
+    following = mx.where(mx.arange(k) < count[:, None], following, 0)
+    return Found(following.astype(mx.int32), count, size)
