@@ -32,14 +32,16 @@ class EngineConfig:
         batch_size: the most rows that decode together, up to 16384.
         num_draft_tokens: tokens proposed per round. 0 decodes without a draft; "auto"
             chooses for every round, and may choose 0. See docs/draft-length.md.
-        prefill_step_size: prompt tokens per row in one prefill forward.
-        kv_bits: 4 or 8 stores keys and values quantized; ``None`` does not.
-        kv_group_size: 32, 64 or 128 elements share a scale. It must divide the
-            models' head size.
-        quantized_kv_start: quantize once the longest row of a batch holds this
-            many tokens.
-        max_kv_size: full-attention layers see each row's first 4 tokens and its
-            newest ``max_kv_size - 4``; ``None`` sees everything.
+        prefill_step_size: prompt tokens per row in one prefill forward; fewer need
+            less memory.
+        kv_bits: store keys and values of target and draft in 4 or 8 bits. ``None``:
+            not quantized.
+        kv_group_size: with ``kv_bits``, 32, 64 or 128 elements share a scale. It must
+            divide the models' head size.
+        quantized_kv_start: with ``kv_bits``, quantize once the longest row of a batch
+            holds this many tokens.
+        max_kv_size: full-attention layers see this many tokens of a row: its first 4
+            and its newest. ``None``: all.
         prefix_cache: a folder that keeps keys and values of prompts, for prompts that
             begin alike, in this run and later ones. It is made if it does not exist.
             ``None`` keeps none on disk. See docs/prefix.md.

@@ -45,11 +45,11 @@ class SamplingParams:
     """How one request is decoded.
 
     Args:
-        max_tokens: the most tokens to generate, at least 1.
-        min_tokens: tokens that end a row (end-of-sequence and ``stop_token_ids``)
-            are not chosen before this many tokens are generated.
-        temperature: 0 is greedy; above 0, to 1e6, the target's distribution is
-            ``softmax(logits / temperature)``.
+        max_tokens: generate at most this many tokens, 1 or more.
+        min_tokens: tokens that end a row (``stop_token_ids`` too) are not chosen before
+            this many tokens are generated.
+        temperature: 0 is greedy; above 0, to 1e6, tokens are drawn from the target's
+            distribution, ``softmax(logits / temperature)``.
         seed: seeds the request's random draws (taken modulo 2**32). The draw at a
             position depends on the seed and the position alone. With ``None``, a
             request that samples gets a random seed, which its result reports.
@@ -57,20 +57,23 @@ class SamplingParams:
             probability at temperature 1; 1 keeps all.
         min_p: draw from tokens with at least this share of the likeliest one's
             probability at temperature 1; 0 keeps all.
-        xtc_probability, xtc_threshold: "exclude top choices". At each position, with
-            this probability, only the least probable of the tokens above the threshold
-            is kept.
+        xtc_probability: at each position, with this probability, only the least
+            probable of the tokens above ``xtc_threshold`` is kept ("exclude top
+            choices").
+        xtc_threshold: the probability above which XTC leaves tokens out.
         xtc_special_tokens: token ids that XTC never leaves out; ``None``: the newline
             and the tokens that end a row.
         top_k: draw from this many most likely tokens; 0 keeps all.
         logit_bias: values to add to the logits, by token id, before anything else.
-        repetition_penalty: logits of tokens among the last
-            ``repetition_context_size`` (prompt included) are divided by it if
-            positive, multiplied if negative; ``None`` or 1 does nothing.
-        presence_penalty: subtracted from the logits of tokens among the last
-            ``presence_context_size``.
-        frequency_penalty: the same, for every occurrence among the last
-            ``frequency_context_size``.
+        repetition_penalty: logits of the newest 20 tokens (``repetition_context_size``;
+            prompt included) are divided by it if positive, multiplied if negative; 1
+            does nothing. ``None``: 1.
+        presence_penalty: subtracted from the logits of the newest 20 tokens
+            (``presence_context_size``). ``None``: 0.
+        frequency_penalty: subtracted for each occurrence among the newest 20 tokens
+            (``frequency_context_size``). ``None``: 0.
+        repetition_context_size, presence_context_size, frequency_context_size: how
+            many of the newest tokens each penalty looks at.
         logits_processors: one function or several, mlx-lm's or your own: ``f(tokens,
             logits)`` takes all tokens so far, shape (n,), and logits (1, V), and
             returns logits. Each is called once for every token of the row, in

@@ -6,18 +6,26 @@ rule about them is in one place.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, TypeAlias, TypeVar
+from functools import cache, partial, wraps
+from typing import (
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import click
 from click.core import ParameterSource
 
 from ..config import (
     DEFAULT_NUM_DRAFT_TOKENS,
-    DEFAULT_PREFILL_STEP_SIZE,
     DEFAULT_PREFIX_CACHE_SIZE,
     MAX_BATCH_SIZE,
     EngineConfig,
@@ -34,7 +42,7 @@ from ..model_names import (
     target_name,
 )
 from ..prompts import Encoding
-from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
+from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..utils.data_files import DataError, check_shape, parse_json, read_text
 from ..utils.sizes import parse_count, parse_size
 
@@ -198,18 +206,53 @@ def positive(
     )
 
 
-def number(
-    name: str, metavar: str, text: str, *, default: float | None = None
-) -> Option:
-    """An option for any number; its range is checked later."""
-    return click.option(
-        name,
-        type=float,
-        metavar=metavar,
-        default=default,
-        show_default=default is not None,
-        help=text,
-    )
+def field(kind: Any, name: str, *flags: str, **more: Any) -> Option:
+    """An option for a field of a dataclass: its type, default and documentation.
+
+    The dataclass checks the value when it is built, and its error names the option.
+
+    Args:
+        flags: names of the option, and its parameter's; left out: the field's name.
+        more: arguments of ``click.option`` that replace what the field says.
+    """
+    hint, default = get_type_hints(kind)[name], kind.__dataclass_fields__[name].default
+    (inner, *_) = [each for each in get_args(hint) if each is not type(None)] or [hint]
+    text, unset = documented(kind)[name]
+    if default is None and unset:
+        text += f" [default: {unset}]"
+    said: dict[str, Any] = {"help": text, "default": default}
+    said["show_default"] = default is not None
+    if get_origin(inner or hint) is Literal or get_origin(hint) is Literal:
+        said["type"] = click.Choice(get_args(hint))
+    elif get_origin(hint) is tuple:
+        said |= {"type": inner, "multiple": True, "show_default": False}
+        said["help"] += " Repeat it for more."
+    else:
+        said["type"] = inner
+    said["metavar"] = {int: "N", float: "X", str: "TEXT"}.get(said["type"])
+    return click.option(*(flags or (dashed(name),)), **{**said, **more})
+
+
+@cache
+def documented(kind: Any) -> dict[str, tuple[str, str]]:
+    """What a dataclass's docstring says of each field, in plain text.
+
+    Brackets that name other fields are left out: they are for Python.
+
+    Returns:
+        The text of each field, and what ``None`` stands for if it says so at its end.
+    """
+    text = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
+    text = text.partition("\n\n")[0]
+    found = {}
+    entry = r"(?m)^    ([a-z]\w*(?:, \w+)*):\s((?:.|\n {8})*)"
+    for names, said in re.findall(entry, text):
+        plain = re.sub(r" \([^()]*``[^()]*\)", "", " ".join(said.split()))
+        plain, _, unset = plain.partition(" ``None``: ")
+        plain = plain.replace("``", "").rstrip(".;,") + "."
+        for name in names.split(", "):
+            found[name] = plain[:1].upper() + plain[1:], unset.rstrip(".")
+    return found
 
 
 def file(*names: str, metavar: str = "FILE", **more: Any) -> Option:
@@ -230,29 +273,9 @@ max_tokens = partial(positive, "--max-tokens", "-m")
 _BATCH = ("--batch", "--batch-size")
 batch = partial(positive, *_BATCH, "batch_size", high=MAX_BATCH_SIZE)
 batches = partial(positive, *_BATCH, "batch_sizes", high=MAX_BATCH_SIZE, multiple=True)
-temp = partial(
-    click.option,
-    "--temp",
-    type=click.FloatRange(min=0),
-    metavar="T",
-    default=0.0,
-    show_default=True,
-    help="Sampling temperature; 0 is greedy.",
-)
-top_p = partial(
-    number,
-    "--top-p",
-    "P",
-    "Draw from the most likely tokens that together have probability P.",
-    default=1.0,
-)
-verification = partial(
-    click.option,
-    "--verification",
-    type=click.Choice(VERIFICATIONS),
-    default="coupled",
-    show_default=True,
-)
+temp = partial(field, SamplingParams, "temperature", "--temp", "temp")
+top_p = partial(field, SamplingParams, "top_p")
+verification = partial(field, SamplingParams, "verification")
 dtype = partial(
     click.option,
     "--dtype",
@@ -272,36 +295,12 @@ ignore_chat_template = partial(
 )
 quiet = partial(click.option, "--quiet", "-q", is_flag=True, help="No progress.")
 # Options of the engine, see :func:`engine`.
-prefill_step_size = partial(
-    positive, "--prefill-step-size", default=DEFAULT_PREFILL_STEP_SIZE
-)
-max_kv_size = partial(
-    positive,
-    "--max-kv-size",
-    low=5,
-    help="Full-attention layers see a row's first 4 tokens and its newest N - 4. "
-    "[default: all]",
-)
-kv_bits = partial(
-    click.option,
-    "--kv-bits",
-    type=click.Choice([4, 8]),
-    help="Store keys and values quantized. [default: not quantized]",
-)
-kv_group_size = partial(
-    click.option,
-    "--kv-group-size",
-    type=click.Choice([32, 64, 128]),
-    default=64,
-    show_default=True,
-    help="With --kv-bits: how many elements share a scale.",
-)
+prefill_step_size = partial(field, EngineConfig, "prefill_step_size")
+max_kv_size = partial(field, EngineConfig, "max_kv_size")
+kv_bits = partial(field, EngineConfig, "kv_bits")
+kv_group_size = partial(field, EngineConfig, "kv_group_size")
 draft_corpus = partial(
-    click.option,
-    "--draft-corpus/--no-draft-corpus",
-    default=True,
-    show_default=True,
-    help="Let ngram drafts also look in finished answers (of the same client).",
+    field, EngineConfig, "draft_corpus", "--draft-corpus/--no-draft-corpus"
 )
 memory_limit = partial(
     size,
@@ -693,70 +692,22 @@ sampling = packed(
     max_tokens(
         default=DEFAULT_MAX_TOKENS, help="Generate at most N tokens for each prompt."
     ),
-    positive(
-        "--min-tokens",
-        default=0,
-        low=0,
-        help="Generate at least N tokens before the output may end.",
-    ),
-    click.option(
-        "--stop",
-        multiple=True,
-        metavar="TEXT",
-        help="Stop before this text appears; repeat it for more.",
-    ),
-    click.option(
-        "--stop-token-id",
-        "stop_token_ids",
-        multiple=True,
-        type=click.IntRange(min=0),
-        metavar="ID",
-        help="Stop before the token with this id; repeat it for more.",
-    ),
+    field(SamplingParams, "min_tokens"),
+    field(SamplingParams, "stop"),
+    field(SamplingParams, "stop_token_ids", "--stop-token-id", "stop_token_ids"),
     temp(),
     top_p(),
-    number(
-        "--min-p",
-        "P",
-        "Draw from tokens at least P times as likely as the most likely one.",
-        default=0.0,
-    ),
-    click.option(
-        "--top-k",
-        type=int,
-        metavar="K",
-        default=0,
-        show_default=True,
-        help="Draw from the K most likely tokens; 0 draws from all.",
-    ),
-    number(
-        "--xtc-probability",
-        "P",
-        "At each token, with probability P, leave out all tokens above "
-        "--xtc-threshold except the least likely of them.",
-        default=0.0,
-    ),
-    number(
-        "--xtc-threshold",
-        "P",
-        "The probability above which XTC leaves tokens out.",
-        default=0.1,
-    ),
-    number(
-        "--repetition-penalty",
-        "X",
-        "Divide positive logits of the newest 20 tokens by X, multiply negative "
-        "ones by X.",
-    ),
-    number(
-        "--presence-penalty",
-        "X",
-        "Subtract X from the logits of the newest 20 tokens.",
-    ),
-    number(
-        "--frequency-penalty",
-        "X",
-        "Subtract X for each occurrence among the newest 20 tokens.",
+    *(
+        field(SamplingParams, name)
+        for name in (
+            "min_p",
+            "top_k",
+            "xtc_probability",
+            "xtc_threshold",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
     ),
     click.option(
         "--logit-bias",
@@ -766,10 +717,7 @@ sampling = packed(
         help="Add BIAS to the logit of token ID (-inf forbids it); repeat it for more.",
     ),
     seed(random=True),
-    verification(
-        help="With --temp and --draft: how draft tokens are accepted. Only coupled "
-        "gives the same text with every draft.",
-    ),
+    verification(),
     click.option(
         "--top-logprobs",
         type=click.IntRange(min=0),

@@ -75,23 +75,11 @@ _PATIENCE = 2.0
         low=0,
     ),
     options.draft_corpus(),
-    options.prefill_step_size(
-        help="Prompt tokens per row in one forward; fewer need less memory."
-    ),
+    options.prefill_step_size(),
     options.max_kv_size(),
-    options.kv_bits(
-        help="Store keys and values of target and draft quantized. [default: not "
-        "quantized]"
-    ),
+    options.kv_bits(),
     options.kv_group_size(),
-    click.option(
-        "--quantized-kv-start",
-        type=click.IntRange(min=0),
-        metavar="N",
-        default=0,
-        show_default=True,
-        help="With --kv-bits: quantize once the longest row has N tokens.",
-    ),
+    options.field(EngineConfig, "quantized_kv_start"),
     *options.prefix_cache,
     options.memory_limit(
         help="Use at most this much memory, such as 8GB or 6.5GiB. Rows wait for it; a "
