@@ -3,6 +3,7 @@
     SpecdecError
     ├── ConfigError            an option has a value that cannot work (also a ValueError)
     ├── PromptError            a prompt, or a prompt file, cannot be used (also a ValueError)
+    │   ├── PromptTooLongError     the prompt is longer than the context
     │   └── PromptFileError        a file of prompts or text does not exist, or has the
     │                              wrong form (also a ConfigError)
     ├── ModelError
@@ -32,10 +33,14 @@ class SpecdecError(Exception):
 
     The message becomes one line of printable characters of limited length, whatever
     foreign names and texts it contains.
+
+    Attributes:
+        field: the option or parameter at fault; ``None``: it is not one alone.
     """
 
-    def __init__(self, message: object = "") -> None:
+    def __init__(self, message: object = "", *, field: str | None = None) -> None:
         super().__init__(as_message(message))
+        self.field = field
 
 
 class ConfigError(SpecdecError, ValueError):
@@ -44,6 +49,21 @@ class ConfigError(SpecdecError, ValueError):
 
 class PromptError(SpecdecError, ValueError):
     """A prompt, or a prompt file, cannot be used."""
+
+
+class PromptTooLongError(PromptError):
+    """A prompt is longer than the target's context.
+
+    Attributes:
+        tokens: how many tokens it has at least; ``None``: not known.
+        most: how many are possible.
+    """
+
+    def __init__(
+        self, message: object = "", tokens: int | None = None, most: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.tokens, self.most = tokens, most
 
 
 class PromptFileError(ConfigError, PromptError):

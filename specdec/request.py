@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import count
 from typing import Literal
 
-from .grammar import GrammarState
+from .grammar import GrammarState, ThinkingBudget
 from .prompts.images import PlacedImage
 from .sampling_params import SamplingParams
 from .utils.output_text import OutputText
@@ -77,7 +77,7 @@ class Request:
     params: SamplingParams
     eos_token_ids: AbstractSet[int] = frozenset()
     output: OutputText | None = None
-    grammar: GrammarState | None = None
+    grammar: GrammarState | ThinkingBudget | None = None
     #: Images among the prompt's tokens, in order.
     images: tuple[PlacedImage, ...] = ()
     tokens: list[int] = field(default_factory=list)

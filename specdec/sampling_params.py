@@ -92,6 +92,9 @@ class SamplingParams:
         grammar: a grammar that the output must follow, see :class:`Grammar`. Tokens
             that it does not allow are never chosen, and the row ends only where the
             grammar allows it. ``None``: any text.
+        max_thinking_tokens: the most tokens of the answer's thoughts, markers not
+            counted. Then the thought is closed with the model's own marker. It has no
+            effect where the model does not think; ``None``: any number.
         num_draft_tokens: the most tokens to draft for this row in a round. 0 does not
             speculate; ``None`` leaves the choice to the engine.
         cache_salt: stored prefixes are shared only among requests with the same salt,
@@ -138,6 +141,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     grammar: Grammar | None = None
+    max_thinking_tokens: int | None = None
     num_draft_tokens: int | None = None
     cache_salt: str | None = None
     draft_corpus: str | None = None
@@ -211,6 +215,8 @@ class SamplingParams:
         few = self.min_tokens <= self.max_tokens
         rule = f"at most max_tokens ({self.max_tokens})"
         require(few, "min_tokens", self.min_tokens, rule)
+        if self.max_thinking_tokens is not None:
+            require_int("max_thinking_tokens", self.max_thinking_tokens, 0)
         if self.num_draft_tokens is not None:
             require_int("num_draft_tokens", self.num_draft_tokens, 0)
         for name in ("cache_salt", "draft_corpus"):
@@ -229,7 +235,8 @@ class SamplingParams:
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOPS:
             raise ConfigError(
-                f"stop has {len(self.stop)} texts: give at most {MAX_STOPS}"
+                f"stop has {len(self.stop)} texts: give at most {MAX_STOPS}",
+                field="stop",
             )
         for text in self.stop:
             valid = isinstance(text, str) and text != ""
@@ -237,7 +244,8 @@ class SamplingParams:
             if len(text) > MAX_STOP_LENGTH:
                 raise ConfigError(
                     f"a stop text has {len(text)} characters: "
-                    f"give at most {MAX_STOP_LENGTH}"
+                    f"give at most {MAX_STOP_LENGTH}",
+                    field="stop",
                 )
 
     def _check_distribution(self) -> None:
@@ -298,12 +306,21 @@ class SamplingParams:
         for name in filters:
             if self.temperature == 0 and self._is_set(name):
                 raise ConfigError(
-                    f"{name} needs a temperature above 0: at 0 nothing is drawn"
+                    f"{name} needs a temperature above 0: at 0 nothing is drawn",
+                    field=name,
                 )
         if self.grammar is not None:
             self._check_grammar()
+        if self.max_thinking_tokens is not None and self.stepwise:
+            raise ConfigError(
+                "max_thinking_tokens does not go with a sampler or logits processors, "
+                "which could choose what it forbids: leave one of them out",
+                field="max_thinking_tokens",
+            )
         if self._is_set("xtc_threshold") and not self.xtc_probability:
-            raise ConfigError("xtc_threshold needs xtc_probability: add it")
+            raise ConfigError(
+                "xtc_threshold needs xtc_probability: add it", field="xtc_threshold"
+            )
         if self.stepwise and self.verification != "coupled":
             raise ConfigError(
                 f"verification {self.verification!r} needs the whole distribution, "
@@ -321,7 +338,8 @@ class SamplingParams:
         if self.min_tokens:
             raise ConfigError(
                 "min_tokens does not go with a grammar, which says where an output may "
-                "end (minLength, minItems): leave it out"
+                "end (minLength, minItems): leave it out",
+                field="min_tokens",
             )
 
 

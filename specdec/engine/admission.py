@@ -102,7 +102,7 @@ def _choosing(params: SamplingParams) -> Choosing:
         "repetition_penalty": params.repetition_penalty not in (None, 1),
         "presence_penalty": bool(params.presence_penalty),
         "frequency_penalty": bool(params.frequency_penalty),
-        "grammar": params.grammar is not None,
+        "grammar": params.grammar is not None or params.max_thinking_tokens is not None,
         "logprobs": params.logprobs or params.top_logprobs > 0,
         "top_logprobs": params.top_logprobs > 0,
         "ratio": sampled and params.verification != "coupled",

@@ -9,7 +9,13 @@ from functools import partial
 from typing import Any, Unpack
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
-from ..grammar import Grammar, GrammarCompiler, GrammarState
+from ..grammar import (
+    Grammar,
+    GrammarCompiler,
+    GrammarState,
+    ThinkingBudget,
+    ThinkingMarks,
+)
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
 from ..request import Request
@@ -53,7 +59,8 @@ class Bounds:
             if any(token >= self.vocab_size for token in tokens):
                 raise ConfigError(
                     f"{name} names token {max(tokens)}: "
-                    f"the target's last is {self.vocab_size - 1}"
+                    f"the target's last is {self.vocab_size - 1}",
+                    field=name,
                 )
         params = self._cut(prompt, params)
         if self.preflight is not None:
@@ -194,18 +201,33 @@ class Session:
         self._check_whole()
         params = self._bounds.check(prompt, self._completed(params))
         grammar = grammar or self._bounds.grammar(params)
+        marks = self._thinking(prompt)
+        state: GrammarState | ThinkingBudget | None = grammar
+        if params.max_thinking_tokens is not None and marks is not None:
+            words = -(-self._bounds.vocab_size // 32)
+            budget = params.max_thinking_tokens
+            state = ThinkingBudget(marks, budget, words, grammar)
         index = self._next_index
         request = Request(
             index,
             prompt.text,
             prompt.token_ids,
             params,
-            grammar=grammar,
+            grammar=state,
             images=prompt.images,
         )
         self._next_index += 1
         self._engine.add(request)
         return index
+
+    def _thinking(self, prompt: EncodedPrompt) -> ThinkingMarks | None:
+        """The tokens around thoughts, if the model has any."""
+        if not getattr(self._tokenizer, "has_thinking", False):
+            return None
+        start = tuple(self._tokenizer.think_start_tokens)
+        return ThinkingMarks(
+            start, tuple(self._tokenizer.think_end_tokens), prompt.thinks
+        )
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with a seed and other defaults filled in for the request."""

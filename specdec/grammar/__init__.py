@@ -3,6 +3,7 @@
 from .compiler import AT_ONCE, GrammarCompiler, check_grammar
 from .spec import Grammar, GrammarKind
 from .state import GrammarState
+from .thinking import ThinkingBudget, ThinkingMarks
 
 __all__ = [
     "AT_ONCE",
@@ -10,5 +11,7 @@ __all__ = [
     "GrammarCompiler",
     "GrammarKind",
     "GrammarState",
+    "ThinkingBudget",
+    "ThinkingMarks",
     "check_grammar",
 ]

@@ -6,9 +6,10 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
-from ..errors import PromptError, is_panic
+from ..errors import PromptError, PromptTooLongError, is_panic
 from ..utils.printable import quoted, shorten
 from .images import MAX_IMAGES, Image, PlacedImage, holds_image, image_in
 from .templates import render_chat
@@ -44,12 +45,13 @@ class EncodedPrompt:
 
     ``text`` is a string prompt as it was given, messages as the chat template
     renders them, and a token list as the tokenizer decodes it. ``images`` stand in
-    the order of their tokens.
+    the order of their tokens. ``thinks``: the answer begins within a thought.
     """
 
     text: str
     token_ids: tuple[int, ...]
     images: tuple[PlacedImage, ...] = ()
+    thinks: bool = False
 
 
 class ImageTokens(Protocol):
@@ -105,8 +107,12 @@ class PromptLimit:
         context = ""
         if self.context_length is not None:
             context = f" in the target's context of {self.context_length} tokens"
-        raise PromptError(
-            f"it has {size} bytes and at most {self.max_bytes} fit{context}: shorten it"
+        longest = self.max_bytes // (self.context_length or 1)
+        raise PromptTooLongError(
+            f"it has {size} bytes and at most {self.max_bytes} fit{context}: shorten "
+            "it",
+            None if self.context_length is None else -(-size // longest),
+            self.context_length,
         )
 
     def check_count(self, count: int, what: str = "tokens") -> None:
@@ -117,9 +123,11 @@ class PromptLimit:
         """
         if self.context_length is not None and count > self.context_length:
             unit = "" if what == "tokens" else " tokens"
-            raise PromptError(
+            raise PromptTooLongError(
                 f"it has {count} {what} and the target's context is "
-                f"{self.context_length}{unit}: shorten it"
+                f"{self.context_length}{unit}: shorten it",
+                count,
+                self.context_length,
             )
 
 
@@ -217,16 +225,15 @@ def encode(
             messages = [{"role": "system", "content": system_prompt}, *messages]
         if prefill_response is not None:
             messages = [*messages, {"role": "assistant", "content": prefill_response}]
-        text = _render(
-            tokenizer,
-            messages,
-            chat_template_config or {},
-            tools=tools,
-            continued=continued or prefill_response is not None,
-        )
+        variables = chat_template_config or {}
+        begun = continued or prefill_response is not None
+        text = _render(tokenizer, messages, variables, tools=tools, continued=begun)
+        thinks = _thinks(tokenizer, text, messages, variables, tools, begun)
         if pictures:
-            return _with_images(tokenizer, text, pictures, limit)
-        return EncodedPrompt(text, _encode_rendered(tokenizer, text, limit))
+            whole = _with_images(tokenizer, text, pictures, limit)
+            return replace(whole, thinks=thinks)
+        tokens = _encode_rendered(tokenizer, text, limit)
+        return EncodedPrompt(text, tokens, thinks=thinks)
 
     if isinstance(prompt, str):
         limit.check(prompt)
@@ -267,6 +274,35 @@ def encode(
     if pictures and isinstance(limit.images, str):
         raise PromptError(limit.images)
     return render(messages)
+
+
+def _thinks(
+    tokenizer: Any,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+    continued: bool,
+) -> bool:
+    """Whether the answer begins within a thought.
+
+    Only what the template wrote after the last turn says so, or the beginning of the
+    answer that is continued: a turn may speak of the markers.
+    """
+    start = getattr(tokenizer, "think_start", None)
+    if not start or start not in text:
+        return False
+    before = ""
+    if earlier := messages[:-1] if continued else messages:
+        try:
+            before = render_chat(
+                tokenizer, earlier, variables, tools=tools, answer=False
+            )
+        except Exception:  # a template may refuse them without an answer
+            text = messages[-1]["content"] if continued else ""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
+    written = text[sum(1 for _ in same) :]
+    return written.rfind(start) > written.rfind(tokenizer.think_end)
 
 
 def _with_images(

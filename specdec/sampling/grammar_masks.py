@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..grammar import GrammarState
+from ..grammar import GrammarState, ThinkingBudget
 
 _ANY = np.uint32(0xFFFFFFFF)
 
@@ -31,7 +31,7 @@ class _Path:
         num_masks: how many positions, from the first on, have a mask.
     """
 
-    state: GrammarState
+    state: GrammarState | ThinkingBudget
     ends: AbstractSet[int]
     most: int
     tokens: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class GrammarMasks:
 
     def __init__(
         self,
-        states: Mapping[int, GrammarState],
+        states: Mapping[int, GrammarState | ThinkingBudget],
         ends: Mapping[int, AbstractSet[int]],
         limits: Sequence[int],
         num_tokens: int,

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -18,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 from ..decoder import SpecDecoder
 from ..prompts import templates
 from ..utils.data_files import DataError, parse_json
+from ..utils.printable import printable
 from . import chat, completions, messages, responses
 from .config import ServerConfig
-from .job import Begun, Event
-from .refusal import Refusal, refusal_of
+from .errors import RequestError, request_error
+from .job import Begun, Client, Event
 from .rendering import Rendering
+from .schema import Notes
 from .service import Service
 from .web import (
     HANDLERS,
@@ -40,6 +43,8 @@ log = logging.getLogger("specdec.server")
 
 #: Seconds that a client may take to read its answer, on top of the answer's time limit.
 _READ_SECONDS = 60
+#: The most characters of a header of notes, and notes that are told only once.
+_MOST_HEADER, _MOST_TOLD = 1000, 10_000
 
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,7 +52,7 @@ _EVENTS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-Parse = Callable[[Any, Service], Rendering]
+Parse = Callable[[Any, Service, Notes, Client], Rendering]
 T = TypeVar("T")
 
 
@@ -158,18 +163,21 @@ async def _model(request: Request) -> Response:
 async def _count_tokens(request: Request) -> Response:
     service = _service(request)
     try:
-        source = await _read(request, messages.parse_count)
+        parse = partial(messages.parse_count, service=service)
+        source = await _read(request, parse)
         with service.places(1):
             (encoded,) = await service.encode([source])
     except Exception as error:
-        return error_response(refusal_of(error, messages.NAMES), request.scope["path"])
+        return error_response(
+            request_error(error, messages.NAMES), request.scope["path"]
+        )
     return JSONResponse({"input_tokens": len(encoded.prompt.token_ids)})
 
 
 # -- bodies -------------------------------------------------------------------------
 
 
-async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
+async def _read(request: Request, parse: Callable[[Any], T]) -> T:
     """Read a request's JSON body."""
     data = await request.app.state.bodies.read(request)
     context = _service(request).decoder.bounds.context_length
@@ -179,8 +187,8 @@ async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
         try:
             body = parse_json(data)
         except DataError as error:
-            raise Refusal(f"the body: {error}", code="invalid_json") from error
-        return parse(body, _service(request))
+            raise RequestError(f"the body: {error}", code="invalid_json") from error
+        return parse(body)
 
     return await parsed_soon(data, parsed)
 
@@ -194,23 +202,55 @@ def _endpoint(path: str, parse: Parse) -> Route:
     async def endpoint(request: Request) -> Response:
         service = _service(request)
         began = time.monotonic()
+        notes, keys = service.notes(), service.config.api_keys
+        alone = not keys and bool(request.scope.get("client"))
+        client = Client(client_of(request.scope, keys), alone)
+
+        def parsed(body: Any) -> Rendering:
+            return parse(body, service, notes, client)
+
         try:
-            rendering = await _read(request, parse)
+            rendering = await _read(request, parsed)
         except ClientDisconnect:
             service.metrics.answered(path, "left", time.monotonic() - began)
             return Response(status_code=499)
-        except Refusal as refusal:
-            service.metrics.answered(path, "refused", time.monotonic() - began)
-            return error_response(refusal, path)
-        keys = service.config.api_keys
-        client = client_of(request.scope, keys)
-        if keys or not request.scope.get("client"):  # else it is one person's
-            rendering.job = rendering.job.drafted_for(client)
-        if service.config.prefix_sharing == "client":
-            rendering.job = rendering.job.of_client(client)
+        except RequestError as error:
+            seconds = time.monotonic() - began
+            service.metrics.answered(path, "refused", seconds)
+            if service.config.log_requests:
+                log.info("%s refused (%s): %s", path, error.status, error)
+            return error_response(error, path)
+        _tell(notes)
         return _Answer(service, rendering, path)
 
     return Route(path, endpoint, methods=["POST"])
+
+
+#: Ignored fields and notes that are in the log already.
+_told: set[str] = set()
+
+
+def _tell(notes: Notes) -> None:
+    """Log what is new of a request's notes: each is told once."""
+    ignored = ", ".join(name for name in notes.ignored if name not in _told)
+    texts = [text for text in notes.texts if text not in _told]
+    if ignored:
+        log.warning("fields that are not known are ignored: %s", ignored)
+    for text in texts:
+        log.warning("%s", text)
+    if len(_told) < _MOST_TOLD:
+        _told.update(notes.ignored, texts)
+
+
+def _headers(notes: Notes) -> dict[str, str]:
+    """The headers that say what was ignored, and other notes."""
+    values = {"x-specdec-ignored": ", ".join(notes.ignored),
+              "x-specdec-note": "; ".join(notes.texts)}  # fmt: skip
+    return {
+        name: printable(value).encode("ascii", "replace").decode()[:_MOST_HEADER]
+        for name, value in values.items()
+        if value
+    }
 
 
 class _Answer(Response):
@@ -233,6 +273,27 @@ class _Answer(Response):
         finally:
             seconds = time.monotonic() - began
             self._service.metrics.answered(self._path, outcome or "left", seconds)
+            if self._service.config.log_requests:
+                self._log(outcome or "left", seconds)
+
+    def _log(self, outcome: str, seconds: float) -> None:
+        """One line a request: what it took, and how it ended."""
+        rendering, usage = self._rendering, self._rendering.usage
+        ends = [o.ended.reason for o in rendering.outcomes if o.ended]
+        log.info(
+            "%s %s in %.2f s: %d prompt tokens (%d cached), %d generated, %d of %d "
+            "drafted accepted, %s%s",
+            self._path,
+            outcome,
+            seconds,
+            usage.prompt,
+            usage.cached,
+            usage.generated,
+            usage.accepted,
+            usage.drafted,
+            " ".join(dict.fromkeys(ends)) or "no end",
+            ", streamed" if rendering.streamed else "",
+        )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Send the answer; return how it ended."""
@@ -240,7 +301,7 @@ class _Answer(Response):
         sent = Sent(send)
         try:
             with service.places(rendering.job.choices):
-                prepared = await service.prepare(rendering.job)
+                prepared = await service.prepare(rendering.job, rendering.notes)
                 async with aclosing(service.events(prepared)) as events:
                     if rendering.streamed:
                         await self._stream(events, sent)
@@ -249,18 +310,20 @@ class _Answer(Response):
                             if event is not None:
                                 rendering.take(event)
         except Exception as error:
-            refusal = refusal_of(error, rendering.job.names)
-            if refusal.status >= 500:
+            answer = request_error(error, rendering.job.names)
+            if answer.status >= 500:
                 log.error("a request failed: %s", error)
             if sent.begun:
-                await sent.more(rendering.failed(refusal), last=True)
+                await sent.more(rendering.failed(answer), last=True)
             else:
-                await error_response(refusal, self._path)(scope, receive, send)
-            return "refused" if refusal.status < 500 else "failed"
+                await error_response(answer, self._path)(scope, receive, send)
+            return "refused" if answer.status < 500 else "failed"
         if rendering.streamed:
             await sent.more(b"".join(rendering.end()), last=True)
         else:
-            await JSONResponse(rendering.whole())(scope, receive, send)
+            headers = _headers(rendering.notes)
+            whole = JSONResponse(rendering.whole(), headers=headers)
+            await whole(scope, receive, send)
         cut = any(outcome.end.cut for outcome in rendering.outcomes)
         return "cut" if cut else "answered"
 
@@ -275,7 +338,9 @@ class _Answer(Response):
                 held += b"".join(rendering.stream(event))
             if not isinstance(event, Begun):
                 if not sent.begun:
-                    await sent.begin(200, _EVENTS)
+                    notes = _headers(rendering.notes).items()
+                    more = [(name.encode(), value.encode()) for name, value in notes]
+                    await sent.begin(200, [*_EVENTS, *more])
                 if held:
                     await sent.more(held)
                 held = b""

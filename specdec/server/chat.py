@@ -2,83 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from ..utils.printable import quoted
 from .conversation import (
+    CallPart,
+    Function,
+    Part,
+    TextPart,
+    ToolPart,
     arguments_of,
-    check_format,
     logprobs_of,
     text_of,
     tools_of,
     variables,
 )
-from .job import (
-    Begun,
-    Call,
-    Chat,
-    Event,
-    Job,
-    Message,
-    Outcome,
-    Piece,
-    Tokens,
-    Tools,
-)
-from .parameters import Parameter, Table, check_parts, read, shaped
-from .refusal import Refusal
+from .errors import RequestError
+from .job import Begun, Call, Client, Event, Message, Outcome, Piece, Tokens, Tools
 from .rendering import CompletionRendering
-from .sampling import (
-    DOCUMENTED,
-    SAMPLING,
-    STREAM,
-    constraint,
-    sampling,
-    stops,
-    wants_usage,
-)
+from .sampling import OpenAISampling, chat_job, grammar_of, stops
+from .schema import Notes, Refused, read
 from .service import Service
 
 _NO_MEDIA = "text is all that goes in and comes out: leave it out"
-TABLE: Table = {
-    "model": Parameter(str),
-    "messages": Parameter([dict], required=True, low=1),
-    "max_tokens": Parameter(int),
-    "max_completion_tokens": Parameter(int),
-    "n": Parameter(int, default=1, low=1, high=128),
-    "stop": Parameter((str, [str])),
-    "logprobs": Parameter(bool, default=False),
-    "top_logprobs": Parameter(int, default=0, low=0, high=20),
-    "tools": Parameter([dict], default=[], high=1024),
-    "tool_choice": Parameter((str, dict)),
-    "parallel_tool_calls": Parameter(bool, default=True),
-    "response_format": Parameter({"type": str}),
-    "reasoning_effort": Parameter(
-        str, only=("none", "minimal", "low", "medium", "high", "xhigh", "max")
-    ),
-    "chat_template_kwargs": Parameter(dict, default={}),
-    "continue_final_message": Parameter(bool, default=False),
-    "modalities": Parameter([str], only=(["text"],), refused=_NO_MEDIA),
-    "audio": Parameter(dict, refused=_NO_MEDIA),
-    "web_search_options": Parameter(
-        dict, refused="nothing is searched here: use a tool"
-    ),
-    "functions": Parameter(list, only=([],), refused="it is deprecated: use tools"),
-    "function_call": Parameter(object, refused="it is deprecated: use tool_choice"),
-    "store": Parameter(bool, only=(False,), refused="nothing is stored here"),
-    "prediction": Parameter(
-        dict, refused="drafts are made by the server: leave it out"
-    ),
-    "verbosity": Parameter(str, only=("medium",), refused="ask for it in the prompt"),
-    **SAMPLING,
-    **STREAM,
-    **DOCUMENTED,
-}
-_ASSISTANT: Table = {
-    "audio": Parameter(dict, refused=_NO_MEDIA),
-    "function_call": Parameter(dict, refused="it is deprecated: use tool_calls"),
-}
+
+
+class _CalledFunction(Part):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _Call(CallPart):
+    place = "tool_calls"
+    id: str = ""
+    function: _CalledFunction
+
+
+class _Message(Part):
+    place = "messages"
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "audio": Refused(_NO_MEDIA),
+        "function_call": Refused("it is deprecated: use tool_calls"),
+    }
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] = Field([], max_length=1024)
+    tool_call_id: str | None = None
+
+
+class ChatRequest(OpenAISampling):
+    """A request's body."""
+
+    accepted = OpenAISampling.accepted | {"verbosity", "prediction"}
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **OpenAISampling.refused,
+        "modalities": Refused(_NO_MEDIA, (["text"],)),
+        "audio": Refused(_NO_MEDIA),
+        "web_search_options": Refused("nothing is searched here: use a tool"),
+        "functions": Refused("it is deprecated: use tools", ([],)),
+        "function_call": Refused("it is deprecated: use tool_choice"),
+        "grammar": Refused("use response_format"),
+    }
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int = Field(1, ge=1, le=128)
+    stop: str | list[str] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[dict[str, Any]] = Field([], max_length=1024)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: (
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+    ) = None
+    chat_template_kwargs: dict[str, Any] = Field({})
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+
 NAMES = {
     "prompt": "messages",
     "max_tokens": "max_completion_tokens",
@@ -89,116 +99,147 @@ NAMES = {
 }
 
 
-def parse(body: Any, service: Service) -> ChatRendering:
-    """Parse a request's body."""
-    values = read(body, TABLE)
-    model = service.check_model(values["model"])
-    if values["top_logprobs"] and not values["logprobs"]:
-        raise Refusal("top_logprobs needs logprobs: add it", param="top_logprobs")
-    usage = wants_usage(values)
-    most = values["max_completion_tokens"]
-    if most is not None and values["max_tokens"] not in (None, most):
-        raise Refusal.invalid(
+def parse(
+    body: Any,
+    service: Service,
+    notes: Notes | None = None,
+    client: Client = Client(),  # noqa: B008 - it is frozen
+) -> ChatRendering:
+    """Parse a request's body.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    notes = notes or service.notes()
+    request = read(ChatRequest, body, notes)
+    model = service.check_model(request.model)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs: add it", field="top_logprobs")
+    usage = request.usage()
+    most = request.max_completion_tokens
+    if most is not None and request.max_tokens not in (None, most):
+        raise RequestError.invalid(
             "max_tokens",
             "max_tokens and max_completion_tokens are the same: leave max_tokens out",
         )
+    for name in ("verbosity", "prediction"):
+        if body.get(name) is not None:
+            notes.add(f"{name} changes nothing here")
     names = NAMES if most is not None else {**NAMES, "max_tokens": "max_tokens"}
-    params = sampling(
-        values,
-        service.config,
-        names,
-        max_tokens=values["max_tokens"] if most is None else most,
-        stop=stops(values["stop"], "stop"),
-        logprobs=values["logprobs"],
-        top_logprobs=values["top_logprobs"],
-        **constraint(values["response_format"], "response_format"),
-    )
-    tools = tools_of(values["tools"], values["tool_choice"], "tool_choice")
-    chat = Chat(
-        messages_of(values["messages"]),
-        Tools(
-            tools.functions, tools.required, tools.name, values["parallel_tool_calls"]
-        ),
-        continue_final=values["continue_final_message"],
-        formatted=params.grammar is not None,
-        variables=variables(
-            service, values["chat_template_kwargs"], values["reasoning_effort"]
-        ),
-    )
-    if chat.continue_final and chat.messages[-1]["role"] != "assistant":
-        raise Refusal(
+    tools = _tools(request, service, notes)
+    messages = messages_of(request.messages, notes)
+    continued = request.continue_final_message
+    if continued and (not messages or messages[-1]["role"] != "assistant"):
+        raise RequestError(
             "continue_final_message needs a last message of the assistant",
-            param="continue_final_message",
+            field="continue_final_message",
         )
-    check_format(params, tools, "response_format")
-    job = Job([chat], params, values["n"], names)
-    return ChatRendering(service, job, model, streamed=values["stream"], usage=usage)
+    kwargs = request.chat_template_kwargs
+    job = chat_job(
+        request,
+        service,
+        notes,
+        names,
+        messages=messages,
+        tools=tools,
+        form=grammar_of(request, request.response_format, "response_format", notes),
+        variables=variables(service, kwargs, request.reasoning_effort),
+        continued=continued,
+        client=client,
+        max_tokens=request.max_tokens if most is None else most,
+        stop=stops(request.stop),
+        n=request.n,
+        logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
+    )
+    return ChatRendering(service, job, model, request, notes, usage=usage)
 
 
-def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
+def _tools(request: ChatRequest, service: Service, notes: Notes) -> Tools:
+    functions, others = [], {}
+    for i, tool in enumerate(request.tools):
+        at = f"tools[{i}]"
+        kind = tool.get("type")
+        if not isinstance(kind, str):
+            raise RequestError(
+                f"{at}.type is {quoted(kind)}, not a text",
+                field=f"{at}.type",
+                code="invalid_type",
+            )
+        if kind == "function":
+            functions.append((f"{at}.function", read(_Tool, tool, notes, at).function))
+        else:
+            inner = tool.get(kind)
+            name = inner.get("name") if isinstance(inner, dict) else tool.get("name")
+            others[str(name or kind)] = kind
+    choice, name = request.tool_choice or "auto", None
+    if isinstance(choice, dict):
+        kind = choice.get("type", "function")
+        inner = choice.get(kind) if isinstance(kind, str) else None
+        name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+        if kind not in ("function", "custom") or not isinstance(name, str):
+            raise RequestError.unsupported(
+                "tool_choice",
+                f"tool_choice of type {quoted(kind)} is not supported: name a function",
+            )
+        choice = "named"
+    elif choice not in ("auto", "none", "required"):
+        choice, name = "named", choice
+    return tools_of(service, functions, others, choice, name,
+                    parallel=request.parallel_tool_calls, notes=notes)  # fmt: skip
+
+
+class _Tool(ToolPart):
+    type: str
+    function: Function
+
+
+def messages_of(given: Sequence[_Message], notes: Notes) -> list[Message]:
     """Messages for the chat template.
 
     Raises:
-        Refusal: a message has a part that is not text.
+        RequestError: a message has a part that is not text.
     """
     called: dict[str, str] = {}
-    made = [_message(m, f"messages[{i}]", called) for i, m in enumerate(given)]
+    made = [_message(m, f"messages[{i}]", called, notes) for i, m in enumerate(given)]
     return [m for m in made if m["role"] != "system" or m["content"]]
 
 
-_MESSAGE = {"role": str, "content?": (str, [dict], None), "name?": (str, None)}
-_CALL = {"id?": (str, None), "function": {"name": str, "arguments": str}}
-
-
-def _message(given: dict[str, Any], where: str, called: dict[str, str]) -> Message:
-    shaped(given, _MESSAGE, where)
-    role = given["role"]
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise Refusal.invalid(
-            f"{where}.role",
-            f"{where}.role is {quoted(role)}: it must be system, developer, user, "
-            "assistant or tool",
-        )
-    content = text_of(given.get("content"), f"{where}.content")
-    made: Message = {"role": "system" if role == "developer" else role}
-    made["content"] = content
-    if given.get("name") is not None:
-        made["name"] = given["name"]
+def _message(
+    given: _Message, where: str, called: dict[str, str], notes: Notes
+) -> Message:
+    role = "system" if given.role == "developer" else given.role
+    content = text_of(given.content, f"{where}.content", notes)
+    made: Message = {"role": role, "content": content}
+    if given.name is not None:
+        made["name"] = given.name
     if role == "assistant":
-        _assistant(given, where, made, called)
+        if given.refusal is not None and not content:
+            made["content"] = given.refusal
+        if thoughts := given.reasoning or given.reasoning_content:
+            made["reasoning_content"] = thoughts
+        calls = []
+        for i, call in enumerate(given.tool_calls):
+            name, arguments = call.function.name, call.function.arguments
+            called[call.id] = name
+            if isinstance(arguments, str):
+                at = f"{where}.tool_calls[{i}].function.arguments"
+                arguments = arguments_of(arguments, at)
+            named = {"id": call.id} if call.id else {}
+            function = {"name": name, "arguments": arguments}
+            calls.append({"type": "function", **named, "function": function})
+        if calls:
+            made["tool_calls"] = calls
     if role == "tool":
-        shaped(given, {"tool_call_id": str}, where)
-        made["tool_call_id"] = given["tool_call_id"]
-        if name := called.get(given["tool_call_id"]):
+        if given.tool_call_id is None:
+            where = f"{where}.tool_call_id"
+            raise RequestError(
+                f"{where} is missing: add it", field=where, code="missing_parameter"
+            )
+        made["tool_call_id"] = given.tool_call_id
+        if name := called.get(given.tool_call_id, ""):
             made["name"] = name
     return made
-
-
-def _assistant(
-    given: dict[str, Any], where: str, made: Message, called: dict[str, str]
-) -> None:
-    check_parts(given, _ASSISTANT, where)
-    if given.get("refusal") is not None and not made["content"]:
-        made["content"] = shaped(given["refusal"], str, f"{where}.refusal")
-    for key in ("reasoning_content", "reasoning"):
-        if given.get(key) is not None:
-            made["reasoning_content"] = shaped(given[key], str, f"{where}.{key}")
-    calls = []
-    for i, call in enumerate(
-        shaped(given.get("tool_calls") or [], [dict], f"{where}.tool_calls")
-    ):
-        at = f"{where}.tool_calls[{i}]"
-        shaped(call, _CALL, at)
-        function = call["function"]
-        name = function["name"]
-        called[call.get("id") or ""] = name
-        made_call: dict[str, Any] = {"type": "function"}
-        if call.get("id"):
-            made_call["id"] = call["id"]
-        arguments = arguments_of(function["arguments"], f"{at}.function.arguments")
-        calls.append({**made_call, "function": {"name": name, "arguments": arguments}})
-    if calls:
-        made["tool_calls"] = calls
 
 
 class ChatRendering(CompletionRendering):
@@ -207,16 +248,12 @@ class ChatRendering(CompletionRendering):
     prefix = "chatcmpl"
     names = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, service: Service, job: Job, model: str, **how: bool):
-        super().__init__(job, model, **how)
-        self._service = service
-
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "refusal": None}
         empty = outcome.calls and not outcome.text
         message["content"] = None if empty else outcome.text
         if outcome.reasoning:
-            message["reasoning_content"] = outcome.reasoning
+            message["reasoning_content"] = message["reasoning"] = outcome.reasoning
         if outcome.calls:
             message["tool_calls"] = [_call(call) for call in outcome.calls]
         logprobs = None
@@ -225,7 +262,9 @@ class ChatRendering(CompletionRendering):
         return {"message": message, "logprobs": logprobs}
 
     def _logprobs(self, tokens: Tokens) -> dict[str, Any]:
-        return {"content": logprobs_of(self._service, tokens), "refusal": None}
+        most = self.job.params.top_logprobs
+        content = logprobs_of(self.service, tokens, most)
+        return {"content": content, "refusal": None}
 
     def stream(self, event: Event) -> Iterator[bytes]:
         delta: dict[str, Any] = {}
@@ -233,9 +272,11 @@ class ChatRendering(CompletionRendering):
         if isinstance(event, Begun):
             delta = {"role": "assistant", "content": ""}
         elif isinstance(event, Piece):
-            key = "content" if event.kind == "text" else "reasoning_content"
-            delta = {key: event.text}
-            logprobs = self._logprobs(event.tokens) if event.tokens else None
+            delta = {"content": event.text}
+            if event.kind == "reasoning":
+                delta = {"reasoning_content": event.text, "reasoning": event.text}
+            if event.tokens and self.job.params.logprobs:
+                logprobs = self._logprobs(event.tokens)
         elif isinstance(event, Call):
             begun = {"index": event.index, **_call(event)}
             begun["function"] = {"name": event.name, "arguments": ""}

@@ -41,6 +41,8 @@ class ServerConfig:
         prefix_sharing: ``all`` clients share kept prefixes, or each ``client`` has its
             own. A client is identified by its key (or its address, if there are no
             keys) and by the user that its requests name.
+        strict: a field that no protocol has is an error, not ignored.
+        log_requests: each request is logged in a line when it has ended.
     """
 
     names: tuple[str, ...] = ()
@@ -57,6 +59,8 @@ class ServerConfig:
     keep_alive: float = 10
     chat_template_config: Mapping[str, Any] = field(default_factory=dict)
     prefix_sharing: PrefixSharing = "all"
+    strict: bool = False
+    log_requests: bool = False
 
     def __post_init__(self) -> None:
         for name in ("names", "api_keys", "cors"):

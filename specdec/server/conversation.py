@@ -1,42 +1,80 @@
-"""Parts of conversations that the protocols share: tools, texts, template variables."""
+"""What the protocols share: tools, texts, calls and log-probabilities."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..prompts import OWN_VARIABLES
 from ..prompts.templates import template_of
-from ..sampling_params import SamplingParams
+from ..request import TokenLogprobs
 from ..utils.data_files import DataError, parse_json
 from ..utils.printable import quoted
+from .errors import RequestError
 from .job import Tokens, Tools
-from .parameters import Parameter, Table, shaped
-from .refusal import Refusal
+from .schema import Notes, Record, Refused, read
 from .service import Service
+from .tool_calls import format_of
 
-#: Parts of tools and tool calls that protocols document and this server cannot use.
-TOOL_PARTS: Table = {
-    "allowed_callers": Parameter(
-        [str], only=(["direct"],), refused="nothing but the model calls them"
-    ),
-    "async": Parameter(bool, only=(False,), refused="calls are the client's to make"),
-    "defer_loading": Parameter(bool, only=(False,), refused="all are in the prompt"),
-    "input_examples": Parameter(
-        list, only=([],), refused="write them into the description"
-    ),
-    "output_schema": Parameter(dict, refused="results are text"),
-}
-CALL_PARTS: Table = {
-    "async": TOOL_PARTS["async"],
-    "caller": Parameter(
-        dict, only=({"type": "direct"},), refused="nothing but the model calls"
-    ),
-    "namespace": Parameter(str, refused="functions have none here"),
-    "toolset_name": Parameter(str, refused="there are no toolsets here"),
-}
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_ACCEPTED = frozenset(
+    {"cache_control", "prompt_cache_breakpoint", "annotations", "citations", "logprobs",
+     "id", "status", "phase", "signature", "type", "index", "encrypted_content",
+     "summary", "thoughtSignature", "extra_content"}
+)  # fmt: skip
+_ONLY_THE_MODEL = "nothing but the model calls them"
+
+
+class Part(Record):
+    """A part of a request that has fields which no chat template shows."""
+
+    accepted = _ACCEPTED
+    guesses = False
+
+
+class TextPart(Part):
+    """A part of a text."""
+
+    place = "content"
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CallPart(Part):
+    """A call, or its result."""
+
+    place = "call"
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "async": Refused("calls are the client's to make", (False,)),
+        "caller": Refused(_ONLY_THE_MODEL, ({"type": "direct"},)),
+        "namespace": Refused("functions have none here"),
+        "toolset_name": Refused("there are no toolsets here"),
+    }
+
+
+class ToolPart(Part):
+    """A tool's definition."""
+
+    place = "tools"
+    accepted = _ACCEPTED | {"defer_loading", "eager_input_streaming"}
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "async": CallPart.refused["async"],
+        "allowed_callers": Refused(_ONLY_THE_MODEL, (["direct"],)),
+        "input_examples": Refused("write them into the description", ([],)),
+        "output_schema": Refused("results are text"),
+    }
+
+
+class Function(ToolPart):
+    """A function that the model may call."""
+
+    place = "tools.function"
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 def variables(
@@ -49,7 +87,7 @@ def variables(
     """Variables for the chat template, in addition to messages and tools."""
     for name in given:
         if name in OWN_VARIABLES or name == "tools":
-            raise Refusal.invalid(
+            raise RequestError.invalid(
                 "chat_template_kwargs",
                 f"chat_template_kwargs cannot have {name}: leave it out",
             )
@@ -62,80 +100,87 @@ def variables(
     elif "enable_thinking" in template:
         made["enable_thinking"] = effort != "none"
     elif effort != "none":
-        raise Refusal.unsupported(
+        raise RequestError.unsupported(
             where,
             f"{where} is not supported: this model's chat template has no such setting",
         )
     return made
 
 
-def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
-    """The tools in OpenAI's form, and whether one must be called."""
-    for i, tool in enumerate(given):
-        at = f"tools[{i}]"
-        shaped(tool, {"type": str}, at)
-        if tool["type"] != "function":
-            raise Refusal.unsupported(
-                f"{at}.type",
-                f"{at} of type {quoted(tool['type'])} is not supported: functions are "
-                "all that can be called",
+def tools_of(
+    service: Service,
+    functions: Sequence[tuple[str, Function]],
+    others: Mapping[str, str],
+    choice: str,
+    name: str | None,
+    *,
+    parallel: bool,
+    notes: Notes,
+    where: str = "tool_choice",
+) -> Tools:
+    """The tools of a request.
+
+    Args:
+        functions: the functions, each after its place in the request.
+        others: kinds of tools that only another server could run, by their names.
+        choice: ``auto``, ``none``, ``required`` or ``named``.
+        name: the function that has to be called.
+        parallel: whether several may be called at once.
+    """
+    for at, function in functions:
+        if not _NAME.fullmatch(function.name):
+            raise RequestError.invalid(
+                f"{at}.name",
+                f"{at}.name must be 1 to 128 letters, digits, dashes, dots or "
+                "underscores",
             )
-        shape = {
-            "name": str,
-            "description?": (str, None),
-            "parameters?": (dict, None),
-            "strict?": (bool, None),
-        }
-        shaped(tool, {"function": shape}, at)
-        check_name(tool["function"]["name"], f"{at}.function.name")
-    names = [tool["function"]["name"] for tool in given]
-    if choice in (None, "auto"):
-        for i, tool in enumerate(given):
-            if tool["function"].get("strict"):
-                raise Refusal.unsupported(
-                    f"tools[{i}].function.strict",
-                    "strict is not supported while the model may call nothing: use "
-                    f"{where} required, or leave strict out",
-                )
-    if choice is None or choice in ("auto", "none", "required"):
-        if choice == "required" and not given:
-            raise Refusal(f"{where} is required: give tools", param=where)
-        return Tools([] if choice == "none" else given, required=choice == "required")
-    name = choice
-    if isinstance(choice, dict):
-        if choice.get("type") not in (None, "function"):
-            raise Refusal.unsupported(
+    names = [function.name for _, function in functions]
+    if choice == "named" and name not in names:
+        kind = others.get(str(name))
+        if kind is not None:
+            raise RequestError.unsupported(
                 where,
-                f"{where} of type {quoted(choice['type'])} is not supported: name a "
-                "function",
+                f"{where} names a tool of type {quoted(kind)}, which is not supported: "
+                "functions are all that can be called",
             )
-        shaped(choice, {"type": str, "function": {"name": str}}, where)
-        name = choice["function"]["name"]
-    if not isinstance(choice, dict) or name not in names:
-        raise Refusal.invalid(
+        raise RequestError.invalid(
             where,
             f"{where} must be auto, none, required or one of the tools, not "
             f"{quoted(name)}",
         )
-    return Tools(given, name=name)
+    if choice == "required" and not functions:
+        kinds = ", ".join(sorted(set(others.values())))
+        text = f"{where} is required: give tools"
+        if others:
+            text = f"{where} is required, and tools of type {kinds} are not supported"
+        raise RequestError(f"{text}: give functions", field=where)
+    for kind in sorted(set(others.values())):
+        notes.add(f"tools of type {kind[:60]} are left out")
+    given = [_openai(function) for _, function in functions]
+    if choice == "none" or not given:
+        return Tools(parallel=parallel)
+    tokenizer = service.decoder.tokenizer
+    template = template_of(tokenizer, tools=given)
+    shown = template is None or "tools" in template
+    if format_of(tokenizer) is None or not shown:
+        if choice != "auto":
+            raise RequestError.unsupported(
+                where,
+                f"{where} {choice} is not supported: the chat template of this model "
+                "knows no tools, or no calls; use auto, or another model",
+            )
+        notes.add("the chat template of this model knows no tools: calls are text")
+    return Tools(
+        given,
+        required=choice == "required",
+        name=name if choice == "named" else None,
+        parallel=parallel,
+    )
 
 
-def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
-    """Refuse a format together with tools: a tool call would not follow the format."""
-    if params.grammar is not None and tools.functions:
-        raise Refusal.invalid(
-            where,
-            f"{where} does not go with tools that may be called: leave one of them out",
-        )
-
-
-def check_name(name: str, where: str) -> None:
-    """Refuse function names that cannot be written in a call."""
-    if not _NAME.fullmatch(name):
-        raise Refusal.invalid(
-            where,
-            f"{where} must be 1 to 128 letters, digits, dashes, dots or underscores",
-        )
+def _openai(function: Function) -> dict[str, Any]:
+    shown = function.model_dump(exclude_none=True)
+    return {"type": "function", "function": shown}
 
 
 def arguments_of(text: str, where: str) -> dict[str, Any]:
@@ -143,42 +188,73 @@ def arguments_of(text: str, where: str) -> dict[str, Any]:
     try:
         value = parse_json(text) if text.strip() else None
     except DataError as error:
-        raise Refusal(f"{where}: {error}", param=where) from error
-    arguments: dict[str, Any] = shaped({} if value is None else value, dict, where)
-    return arguments
+        raise RequestError(f"{where}: {error}", field=where) from error
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(
+            f"{where} is {quoted(value)}, not an object",
+            field=where,
+            code="invalid_type",
+        )
+    return value or {}
 
 
 def text_of(
-    content: Any, where: str, kinds: Sequence[str] = ("text", "refusal")
+    content: str | Sequence[Any] | None,
+    where: str,
+    notes: Notes,
+    kinds: Sequence[str] = ("text", "refusal"),
 ) -> str:
     """The text of a message's content, which may be a text or parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for i, part in enumerate(content):
+    for i, value in enumerate(content):
         at = f"{where}[{i}]"
-        shaped(part, {"type": str}, at)
-        if part["type"] not in kinds:
-            raise Refusal(
-                f"{at} of type {quoted(part['type'])} is not supported: this model "
-                "reads text",
-                param=at,
-                code="unsupported_content",
-            )
-        key = "refusal" if part["type"] == "refusal" else "text"
-        texts.append(shaped(part, {key: str}, at)[key])
+        part = value
+        if not isinstance(value, TextPart):
+            part = read(TextPart, value, notes, at)
+        texts.append(part_text(part, at, kinds))
     return "".join(texts)
 
 
-def logprobs_of(service: Service, tokens: Tokens) -> list[dict[str, Any]]:
-    """Log-probabilities in the form of chat completions."""
-    return [
-        {
-            **_named(service, token, entry.logprob),
-            "top_logprobs": [_named(service, t, p) for t, p in entry.top],
-        }
-        for token, entry in tokens
-    ]
+def part_text(
+    part: TextPart, at: str, kinds: Sequence[str] = ("text", "refusal")
+) -> str:
+    """The text of a part."""
+    if part.type not in kinds:
+        raise RequestError(
+            f"{at} of type {quoted(part.type)} is not supported: this model reads text",
+            field=at,
+            code="unsupported_content",
+        )
+    key = "refusal" if part.type == "refusal" else "text"
+    text: str | None = getattr(part, key)
+    if text is None:
+        raise RequestError(
+            f"{at}.{key} is missing: add it", field=at, code="missing_parameter"
+        )
+    return text
+
+
+def logprobs_of(service: Service, tokens: Tokens, most: int) -> list[dict[str, Any]]:
+    """Log-probabilities in the form of chat completions.
+
+    The token itself is among the likeliest ones, if there are any.
+    """
+    made = []
+    for token, entry in tokens:
+        top = with_own(token, entry, most)
+        named = [_named(service, other, logprob) for other, logprob in top]
+        made.append({**_named(service, token, entry.logprob), "top_logprobs": named})
+    return made
+
+
+def with_own(token: int, entry: TokenLogprobs, most: int) -> list[tuple[int, float]]:
+    """The likeliest tokens, if any were asked for, with the token that was drawn."""
+    top = list(entry.top)
+    if most and all(other != token for other, _ in top):
+        top.append((token, entry.logprob))
+    return top
 
 
 def _named(service: Service, token: int, logprob: float) -> dict[str, Any]:

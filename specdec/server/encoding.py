@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import Any
 
 from ..decoder import SpecDecoder
 from ..errors import PromptError
-from ..grammar import Grammar
 from ..prompts import EncodedPrompt, encode
-from ..prompts.templates import render_chat, template_of
-from .job import Chat, Message, Text, Tools
-from .refusal import Refusal
+from .errors import RequestError
+from .job import Chat, Text
 from .system_turns import arranged
 from .tool_calls import CallFormat, format_of
 
@@ -57,7 +52,7 @@ def encode_source(decoder: SpecDecoder, source: Chat | Text) -> Encoded:
     """Encode a source as token ids.
 
     Raises:
-        PromptError, Refusal: the source cannot be encoded.
+        PromptError, RequestError: the source cannot be encoded.
     """
     if isinstance(source, Chat):
         return _chat(decoder, source)
@@ -76,128 +71,53 @@ def encode_source(decoder: SpecDecoder, source: Chat | Text) -> Encoded:
 def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
     tokenizer, tools = decoder.tokenizer, chat.tools
     calls = format_of(tokenizer)
-    if tools.functions:
-        check_tools(tokenizer, calls, tools)
     messages = arranged(tokenizer, chat.messages)
     if calls is not None:
         messages = calls.fit_ids(messages)
-    options: dict[str, Any] = {
-        "tools": list(tools.functions) or None,
-        "continued": chat.continue_final,
-    }
     prompt = encode(
         tokenizer,
         messages,
         limit=decoder.prompt_limit,
+        tools=list(tools.functions) or None,
+        continued=chat.continued,
         chat_template_config=chat.variables,
-        **options,
     )
-    thinks = _thinks(tokenizer, prompt.text, messages, chat.variables, **options)
+    thinks = prompt.thinks
     if not tools.forced and not (thinks and chat.formatted):
         return Encoded(prompt, thinks)
     begun = beginning(calls, tools.name) if tools.forced else ""
     written = f"{tokenizer.think_end}\n\n{begun}" if thinks else begun
     more = tokenizer.encode(written, add_special_tokens=False)
     text, token_ids = prompt.text + written, (*prompt.token_ids, *more)
-    return Encoded(replace(prompt, text=text, token_ids=token_ids), begun=begun)
-
-
-def _thinks(
-    tokenizer: Any,
-    text: str,
-    messages: Sequence[Message],
-    variables: Mapping[str, Any],
-    *,
-    tools: Any,
-    continued: bool,
-) -> bool:
-    """Whether the answer begins within a thought.
-
-    Only what the template wrote after the last turn says so, or the beginning of the
-    answer that is continued: a turn may speak of the markers.
-    """
-    start = getattr(tokenizer, "think_start", None)
-    if not start or start not in text:
-        return False
-    before = ""
-    if earlier := messages[:-1] if continued else messages:
-        try:
-            before = render_chat(
-                tokenizer, earlier, variables, tools=tools, answer=False
-            )
-        except Exception:  # a template may refuse them without an answer
-            text = messages[-1]["content"] if continued else ""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
-    written = text[sum(1 for _ in same) :]
-    return written.rfind(start) > written.rfind(tokenizer.think_end)
-
-
-def check_tools(tokenizer: Any, calls: CallFormat | None, tools: Tools) -> None:
-    """Refuse tools that the model's chat template or parser does not support."""
-    template = template_of(tokenizer, tools=tools.functions)
-    reads = template is None or "tools" in template
-    if calls is None or not reads:
-        raise Refusal.unsupported(
-            "tools",
-            "tools is not supported: the chat template of this model knows no tools; "
-            "use another model",
-        )
-    if tools.forced:
-        beginning(calls, tools.name)
+    prompt = replace(prompt, text=text, token_ids=token_ids, thinks=False)
+    return Encoded(prompt, begun=begun)
 
 
 def beginning(calls: CallFormat | None, name: str | None) -> str:
     """The beginning of an answer that calls ``name``, or any function for ``None``."""
     assert calls is not None
+    start = "" if calls.bare else calls.start
     if name is None:
-        return calls.start
+        return start
     if calls.opening is None:
-        raise Refusal.unsupported(
+        raise RequestError.unsupported(
             "tool_choice",
             f"tool_choice names a function, and calls of this model ({calls.name}) can "
             "only be required: use required",
         )
-    return calls.start + calls.opening.replace("$", name)
-
-
-def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
-    """The grammar of an answer that begins with a call of a strict function."""
-    wanted = [
-        tool["function"]
-        for tool in tools.functions
-        if tools.name in (None, tool["function"]["name"])
-    ]
-    if not tools.forced or not any(each.get("strict") for each in wanted):
-        return None
-    calls = format_of(tokenizer)
-    if calls is None or not calls.is_json or calls.opening is None:
-        raise Refusal.unsupported(
-            "tools",
-            "strict is not supported: calls of this model are no JSON; leave it out",
-        )
-    rules = []
-    for i, each in enumerate(wanted):
-        schema = dict(each.get("parameters") or {"type": "object"})
-        schema["x-guidance"] = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
-        begun = "" if tools.name else json.dumps(calls.opening).replace(
-            "$", each["name"]
-        )  # fmt: skip
-        rules += [f"call{i}: {begun} arguments{i} {json.dumps(calls.closing)}",
-                  f"arguments{i}: %json {json.dumps(schema)}"]  # fmt: skip
-    start = " | ".join(f"call{i}" for i in range(len(wanted)))
-    return Grammar.lark("\n".join([f"start: {start}", *rules]))
+    return start + calls.opening.replace("$", name)
 
 
 def _gap(decoder: SpecDecoder, source: Text) -> Encoded:
     tokenizer, before, after = decoder.tokenizer, source.prompt, source.suffix
     if not isinstance(before, str) or after is None:
-        raise Refusal("suffix needs a prompt that is a text", param="suffix")
+        raise RequestError("suffix needs a prompt that is a text", field="suffix")
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     known = (
         gap for gap in _GAPS if all(token in vocabulary for token in gap[:3] if token)
     )
     if (gap := next(known, None)) is None:
-        raise Refusal.unsupported(
+        raise RequestError.unsupported(
             "suffix",
             "suffix is not supported: this model's tokenizer has no tokens to fill the "
             "middle with; use a model that was trained for it",

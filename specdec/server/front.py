@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ..errors import ServerError
 from ..utils.data_files import DataError, parse_json
 from .config import ServerConfig
-from .refusal import Refusal
+from .errors import RequestError
 from .rendering import sse
 from .replicas import Replica, Replicas
 from .routing import Blocks, blocks_of, choose
@@ -124,12 +124,12 @@ class Front:
     def replica(self, blocks: Blocks, tried: Sequence[Replica]) -> Iterator[Replica]:
         """Choose a replica for a request, and count the request as its load."""
         if self._draining:
-            raise Refusal.stopping()
+            raise RequestError.stopping()
         ready = [each for each in self.replicas.ready if each not in tried]
         if not ready:
             lost = "the replica that answered has ended, and there is no other one yet"
             why = lost if tried else "no replica is ready"
-            raise Refusal.later("no_replica", f"{why}: try again later")
+            raise RequestError.later("no_replica", f"{why}: try again later")
         chosen = choose(ready, blocks)
         chosen.running += 1
         try:
@@ -185,7 +185,7 @@ def _blocks(body: bytes) -> Blocks:
     try:
         check_elements(body, None)
         return blocks_of(parse_json(body)) if body else ()
-    except (DataError, Refusal):  # the replica will refuse it
+    except (DataError, RequestError):  # the replica will refuse it
         return ()
 
 
@@ -213,7 +213,7 @@ class _Forwarded(Response):
                 with front.replica(self._blocks, tried) as replica:
                     await self._ask(replica, sent)
                 return
-            except Refusal as refusal:
+            except RequestError as refusal:
                 await error_response(refusal, path)(scope, receive, send)
                 return
             except httpx.ConnectError:  # it has just ended, and received nothing
@@ -224,7 +224,7 @@ class _Forwarded(Response):
                     break
                 front.again += 1
         front.lost += 1
-        lost = Refusal(
+        lost = RequestError(
             f"replica {tried[-1].index} ended meanwhile: send the request again",
             status=502,
             code="replica_lost",
@@ -300,7 +300,7 @@ class _Passed(Sent):
     async def end(self) -> None:
         await self.more(self._part, last=True)
 
-    async def fail(self, refusal: Refusal, path: str) -> None:
+    async def fail(self, refusal: RequestError, path: str) -> None:
         """End a stream with an error, in the form of the path's protocol."""
         if path.startswith("/v1/messages"):
             event = sse(refusal.anthropic(), "error")

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import reason_of
 from ..utils.printable import one_line
-from .refusal import Refusal
+from .errors import RequestError
 
 log = logging.getLogger("specdec.server")
 
@@ -104,12 +104,12 @@ class Connection(H11Protocol):
             self.connections.discard(oldest)
             oldest.transport.abort()
         else:
-            busy = Refusal.later("busy", "the server has too many connections")
+            busy = RequestError.later("busy", "the server has too many connections")
             self.transport.write(_response(busy))
             self.transport.close()
 
 
-def _response(refusal: Refusal) -> bytes:
+def _response(refusal: RequestError) -> bytes:
     from starlette.responses import JSONResponse
 
     response = JSONResponse(refusal.openai(), refusal.status, refusal.headers)

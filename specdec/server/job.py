@@ -7,9 +7,8 @@ mix.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from ..outputs import GenerationResult
@@ -53,14 +52,14 @@ class Chat:
     """Messages for the chat template, in mlx-lm's form.
 
     Args:
-        continue_final: the last message is the beginning of the answer.
+        continued: the last message is the beginning of the answer.
         variables: variables of the template, in addition to messages and tools.
         formatted: the answer has a format from its first token on.
     """
 
     messages: Sequence[Message]
     tools: Tools = field(default_factory=Tools)
-    continue_final: bool = False
+    continued: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     formatted: bool = False
 
@@ -74,6 +73,19 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Client:
+    """Who asks.
+
+    Args:
+        name: its key, or its address if there are no keys.
+        alone: the server is one person's, so that answers need not be kept apart.
+    """
+
+    name: str = ""
+    alone: bool = True
+
+
+@dataclass(frozen=True)
 class Job:
     """What one request asks for.
 
@@ -82,27 +94,25 @@ class Job:
         params: how to decode them. Choice ``i`` draws with seed ``params.seed + i``.
         n: choices per prompt.
         names: names of the protocol's parameters, by the fields that they fill.
+        stop: the client's stop texts, without those that end a call.
+        grammar_required: a grammar that cannot be compiled is an error.
+        token_ids: pieces of the answer name their tokens.
+        hides_special: special tokens are left out of the text.
     """
 
     sources: Sequence[Chat | Text]
     params: SamplingParams
     n: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    grammar_required: bool = True
+    token_ids: bool = False
+    hides_special: bool = False
 
     @property
     def choices(self) -> int:
         """How many answers the job asks for; each takes a row."""
         return len(self.sources) * self.n
-
-    def of_client(self, client: str) -> Job:
-        """A copy that shares no prefixes with other clients."""
-        salt = json.dumps([client, self.params.cache_salt])
-        return replace(self, params=replace(self.params, cache_salt=salt))
-
-    def drafted_for(self, client: str) -> Job:
-        """A copy for which no other client's answers are proposed."""
-        name = json.dumps([client, self.params.cache_salt])
-        return replace(self, params=replace(self.params, draft_corpus=name))
 
 
 @dataclass(frozen=True)
@@ -119,16 +129,23 @@ class Begun:
     prompt: str
     prompt_tokens: int
     counts: bool
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of a choice, with ``tokens`` if log-probabilities were asked for."""
+    """New text of a choice.
+
+    Args:
+        tokens: with their log-probabilities, if these were asked for.
+        token_ids: the new tokens, if they were asked for.
+    """
 
     choice: int
     kind: Literal["text", "reasoning"]
     text: str
     tokens: Tokens | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +172,7 @@ class End:
     Args:
         stop: the client's stop text that ended it.
         cut: what cut it short: ``time limit`` or ``shutdown``.
+        reasoning_tokens: how many tokens its thoughts have.
     """
 
     choice: int
@@ -162,6 +180,7 @@ class End:
     result: GenerationResult
     stop: str | None = None
     cut: str | None = None
+    reasoning_tokens: int = 0
 
 
 Event: TypeAlias = Begun | Piece | Call | End
@@ -176,6 +195,7 @@ class Outcome:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     tokens: Tokens = field(default_factory=list)
+    num_tokens: int = 0
     ended: End | None = None
 
     @property
@@ -192,10 +212,12 @@ class Outcome:
             else:
                 self.reasoning += event.text
             self.tokens += event.tokens or ()
+            self.num_tokens += len(event.token_ids)
         elif isinstance(event, Call):
             self.calls.append(event)
         elif isinstance(event, End):
             self.ended = event
+            self.num_tokens = event.result.generated_tokens
 
 
 @dataclass(frozen=True)
@@ -205,6 +227,7 @@ class Usage:
     prompt: int
     cached: int
     generated: int
+    reasoning: int
     drafted: int
     accepted: int
 
@@ -216,7 +239,8 @@ class Usage:
         return cls(
             prompt=sum(o.begun.prompt_tokens for o in own),
             cached=sum(o.ended.result.prefix_tokens for o in own if o.ended),
-            generated=sum(r.generated_tokens for r in results),
+            generated=sum(o.num_tokens for o in outcomes),
+            reasoning=sum(o.ended.reasoning_tokens for o in outcomes if o.ended),
             drafted=sum(r.drafted for r in results),
             accepted=sum(r.accepted for r in results),
         )

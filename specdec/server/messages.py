@@ -4,240 +4,276 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from ..utils.printable import quoted
+from pydantic import Field
+
 from .conversation import (
-    CALL_PARTS,
-    TOOL_PARTS,
-    check_format,
-    check_name,
+    CallPart,
+    Function,
+    Part,
+    TextPart,
+    ToolPart,
+    part_text,
     text_of,
     tools_of,
     variables,
 )
-from .job import Begun, Call, Chat, End, Event, Job, Message, Outcome, Piece, Tools
-from .parameters import Parameter, Table, check_parts, read, shaped
-from .refusal import Refusal
+from .errors import RequestError
+from .job import (
+    Begun,
+    Call,
+    Chat,
+    Client,
+    End,
+    Event,
+    Job,
+    Message,
+    Outcome,
+    Piece,
+    Tools,
+)
 from .rendering import Rendering, sse
 from .routing import BILLING
-from .sampling import MORE, constraint, sampling, stops
+from .sampling import Sampling, chat_job, grammar_of, stops
+from .schema import Notes, Record, Refused, read
 from .service import Service
 
-#: The parameters that describe a prompt.
-PROMPT: Table = {
-    "model": Parameter(str, required=True),
-    "messages": Parameter([dict], required=True, low=1),
-    "system": Parameter((str, [dict])),
-    "tools": Parameter([dict], default=[], high=1024),
-    "tool_choice": Parameter({"type": str}),
-    "thinking": Parameter(
-        dict,
-        parts={
-            "type": Parameter(
-                str,
-                only=("enabled", "adaptive", "between_tools", "disabled"),
-                required=True,
-            ),
-            "budget_tokens": Parameter(int),
-            "display": Parameter(str, only=("summarized", "omitted")),
-        },
-    ),
-    "cache_control": Parameter(dict),
-    "output_config": Parameter(
-        dict,
-        parts={
-            "effort": Parameter(str, only=("low", "medium", "high", "xhigh", "max")),
-            "format": Parameter({"type": str}),
-        },
-    ),
-    "context_management": Parameter(dict),
-    "user_profile_id": Parameter(str),
-    "workspace_id": Parameter(str),
-    "speed": Parameter(str, only=("standard",), refused="there is one speed"),
-    "mcp_servers": Parameter(
-        list, only=([],), refused="nothing is called from here: use tools"
-    ),
-    "betas": Parameter([str]),
-    "billing_policy": Parameter(object, refused="nothing is billed here"),
-    "compaction": Parameter(object, refused="nothing is compacted here"),
-}
-TABLE: Table = {
-    **PROMPT,
-    "max_tokens": Parameter(int, required=True),
-    "stop_sequences": Parameter([str], default=[]),
-    "stream": Parameter(bool, default=False),
-    "temperature": Parameter(float, low=0, high=1),
-    "top_p": Parameter(float),
-    "seed": Parameter(int),
-    "metadata": Parameter({"user_id?": (str, None)}),
-    "service_tier": Parameter(
-        str, only=("auto", "standard_only"), refused="there is one tier: leave it out"
-    ),
-    "diagnostics": Parameter({"previous_message_id?": (str, None)}),
-    "fallbacks": Parameter(object, refused="there is one model"),
-    "fallback_credit_token": Parameter(object, refused="there is one model"),
-    "thread": Parameter(object, refused="nothing is stored here: send all messages"),
-    "container": Parameter(str, refused="nothing is executed here: leave it out"),
-    "inference_geo": Parameter(str, refused="the answer is made here: leave it out"),
-    "output_format": Parameter({"type": str}),
-    **MORE,
-}
+
+class _Message(Part):
+    place = "messages"
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class _Thinking(Record):
+    place = "thinking"
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class _OutputConfig(Record):
+    place = "output_config"
+    accepted = frozenset({"task_budget"})
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class _ToolChoice(Record):
+    place = "tool_choice"
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class _Diagnostics(Record):
+    place = "diagnostics"
+    previous_message_id: str | None = None
+
+
+class _Tool(ToolPart):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class PromptRequest(Record):
+    """The parameters that describe a prompt."""
+
+    accepted = frozenset({
+        "cache_control", "user_profile_id", "workspace_id", "betas", "speed",
+        "service_tier",
+    })  # fmt: skip
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "mcp_servers": Refused("nothing is called from here: use tools", ([],)),
+        "billing_policy": Refused("nothing is billed here"),
+        "compaction": Refused("nothing is compacted here"),
+    }
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "prompt": "messages", "input": "messages",
+    }  # fmt: skip
+    model: str
+    messages: list[_Message] = Field(min_length=1)
+    system: str | list[TextPart] | None = None
+    tools: list[dict[str, Any]] = Field([], max_length=1024)
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig = _OutputConfig()
+    context_management: dict[str, Any] = Field({})
+
+
+class MessageRequest(PromptRequest, Sampling):
+    """A request's body."""
+
+    accepted = PromptRequest.accepted | Sampling.accepted
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **PromptRequest.elsewhere, **Sampling.elsewhere, "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+    }  # fmt: skip
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **PromptRequest.refused,
+        **Sampling.refused,
+        "fallbacks": Refused("there is one model", ([],)),
+        "fallback_credit_token": Refused("there is one model"),
+        "thread": Refused(
+            "nothing is stored here: send all messages",
+            code="thread_unsupported_request",
+        ),
+        "container": Refused("nothing is executed here: leave it out"),
+        "inference_geo": Refused("the answer is made here: leave it out"),
+    }
+    max_tokens: int
+    stop_sequences: list[str] = Field([])
+    temperature: float | None = Field(None, ge=0, le=1)
+    metadata: dict[str, Any] | None = None
+    diagnostics: _Diagnostics = _Diagnostics()
+    output_format: dict[str, Any] | None = None
+
+    def user(self) -> list[Any]:
+        return [(self.metadata or {}).get("user_id"), self.cache_salt, None, None]
+
+
+class CountRequest(PromptRequest):
+    """The body of a request to count tokens; how they are decoded does not matter."""
+
+    accepted = MessageRequest.known() - PromptRequest.known() | PromptRequest.accepted
+
+
 NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "stop": "stop_sequences",
          "grammar": "output_config.format"}  # fmt: skip
 
 
-def parse(body: Any, service: Service) -> MessageRendering:
+def parse(
+    body: Any,
+    service: Service,
+    notes: Notes | None = None,
+    client: Client = Client(),  # noqa: B008 - it is frozen
+) -> MessageRendering:
     """Parse a request's body.
 
     Raises:
-        Refusal: a parameter cannot be used.
+        RequestError: it cannot be served.
     """
-    values = read(body, TABLE)
-    model = service.check_model(values["model"])
-    params = sampling(
-        values,
-        service.config,
+    notes = notes or service.notes()
+    request = read(MessageRequest, body, notes)
+    model = service.check_model(request.model)
+    where, format_ = NAMES["grammar"], request.output_config.format
+    if request.output_format is not None:
+        where, format_ = "output_format", request.output_format
+    messages = _messages(request.system, request.messages, notes)
+    budget = request.thinking and request.thinking.budget_tokens
+    more = {"max_thinking_tokens": budget} if budget else {}
+    job = chat_job(
+        request,
+        service,
+        notes,
         NAMES,
-        max_tokens=values["max_tokens"],
-        stop=stops(values["stop_sequences"], "stop_sequences"),
-        **_format(values),
+        messages=messages,
+        tools=_tools(request, service, notes),
+        form=grammar_of(request, format_, where, notes),
+        variables=_variables(request, service),
+        continued=messages[-1]["role"] == "assistant",
+        client=client,
+        max_tokens=request.max_tokens,
+        stop=stops(request.stop_sequences),
+        **more,
     )
-    chat = chat_of(values, service)
-    check_format(params, chat.tools, NAMES["grammar"])
-    chat = replace(chat, formatted=params.grammar is not None)
-    job = Job([chat], params, 1, NAMES)
-    made = MessageRendering(job, model, streamed=values["stream"])
-    made.omits_thinking = (values["thinking"] or {}).get("display") == "omitted"
-    made.diagnoses = bool((values["diagnostics"] or {}).get("previous_message_id"))
-    return made
+    return MessageRendering(service, job, model, request, notes)
 
 
-def _format(values: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters for the requested format."""
-    if values["output_format"] is not None:
-        return constraint(values["output_format"], "output_format")
-    return constraint((values["output_config"] or {}).get("format"), NAMES["grammar"])
-
-
-def parse_count(body: Any, service: Service) -> Chat:
+def parse_count(body: Any, service: Service, notes: Notes | None = None) -> Chat:
     """Parse a request to count the tokens of a prompt.
 
     Raises:
-        Refusal: a parameter cannot be used.
+        RequestError: it has none.
     """
-    values = read(body, PROMPT)
-    service.check_model(values["model"])
-    return chat_of(values, service)
-
-
-def chat_of(values: dict[str, Any], service: Service) -> Chat:
-    """The prompt of a request."""
-    tools = _tools(values["tools"], values["tool_choice"])
-    messages = _messages(values["system"], values["messages"])
+    notes = notes or service.notes()
+    request = read(CountRequest, body, notes)
+    service.check_model(request.model)
+    messages = _messages(request.system, request.messages, notes)
     return Chat(
         messages,
-        tools,
-        continue_final=messages[-1]["role"] == "assistant",
-        variables=_variables(values, service),
+        _tools(request, service, notes),
+        messages[-1]["role"] == "assistant",
+        _variables(request, service),
     )
 
 
-def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
+def _variables(request: PromptRequest, service: Service) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    if (thinking := values["thinking"]) is not None:
-        given["enable_thinking"] = thinking["type"] != "disabled"
-    if effort := (values["output_config"] or {}).get("effort"):
+    if request.thinking is not None:
+        given["enable_thinking"] = request.thinking.type != "disabled"
+    if effort := request.output_config.effort:
         # A hint, which may be given to every model.
         given["reasoning_effort"] = effort
-    management = values["context_management"] or {}
-    edits = shaped(management.get("edits") or [], [dict], "context_management.edits")
-    for edit in edits:
-        if edit.get("type") != "clear_thinking_20251015" or edit.get("keep") != "all":
-            raise Refusal.unsupported(
+    for edit in request.context_management.get("edits") or []:
+        known = isinstance(edit, dict) and edit.get("type") == "clear_thinking_20251015"
+        if not known or edit.get("keep", "all") != "all":
+            raise RequestError.unsupported(
                 "context_management",
                 "context_management edits nothing here: leave it out",
             )
     return variables(service, given, None)
 
 
-def _tools(given: Sequence[dict[str, Any]], choice: dict[str, Any] | None) -> Tools:
-    made = []
-    for i, tool in enumerate(given):
-        at = f"tools[{i}]"
-        if tool.get("type") not in (None, "custom"):
-            raise Refusal.unsupported(
-                f"{at}.type",
-                f"{at} of type {quoted(tool['type'])} is not supported: nothing is "
-                "executed here",
-            )
-        shape = {"name": str, "description?": (str, None), "input_schema": dict}
-        shaped(tool, shape, at)
-        check_parts(tool, TOOL_PARTS, at)
-        check_name(tool["name"], f"{at}.name")
-        function: dict[str, Any] = {
-            "name": tool["name"],
-            "parameters": tool["input_schema"],
-        }
-        if tool.get("strict") is True:
-            function["strict"] = True
-        if tool.get("description"):
-            function["description"] = tool["description"]
-        made.append({"type": "function", "function": function})
-    kind = "auto" if choice is None else choice["type"]
-    kinds = {"auto": "auto", "any": "required", "none": "none"}
-    wanted: Any = kinds.get(kind)
-    if kind == "tool":
-        assert choice is not None
-        shaped(choice, {"name": str}, "tool_choice")
-        wanted = {"type": "function", "function": {"name": choice["name"]}}
-    if wanted is None:
-        raise Refusal(
-            "tool_choice.type must be auto, any, tool or none",
-            param="tool_choice.type",
+def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
+    functions, others = [], {}
+    for i, tool in enumerate(request.tools):
+        at, kind = f"tools[{i}]", tool.get("type", "custom")
+        if kind != "custom":
+            others[str(tool.get("name", kind))] = str(kind)
+            continue
+        made = read(_Tool, tool, notes, at)
+        function = Function(
+            name=made.name,
+            description=made.description or None,
+            parameters=made.input_schema,
+            strict=made.strict or None,
         )
-    tools = tools_of(made, wanted, "tool_choice")
-    alone = choice is not None and choice.get("disable_parallel_tool_use") is True
-    return replace(tools, parallel=not alone)
+        functions.append((at, function))
+    choice = request.tool_choice or _ToolChoice(type="auto")
+    kinds = {"any": "required", "tool": "named"}
+    return tools_of(service, functions, others, kinds.get(choice.type, choice.type),
+                    choice.name, parallel=not choice.disable_parallel_tool_use,
+                    notes=notes)  # fmt: skip
 
 
-def _messages(system: Any, given: Sequence[dict[str, Any]]) -> list[Message]:
+def _messages(
+    system: str | Sequence[TextPart] | None, given: Sequence[_Message], notes: Notes
+) -> list[Message]:
     made: list[Message] = []
-    text = system if isinstance(system, str) else ""
-    if isinstance(system, list):
-        parts = (text_of([part], f"system[{i}]") for i, part in enumerate(system))
+    if isinstance(system, str) or system is None:
+        text = system or ""
+    else:
+        parts = (part_text(part, f"system[{i}]") for i, part in enumerate(system))
         text = "\n\n".join(filter(None, (BILLING.sub("", part, 1) for part in parts)))
     if text := BILLING.sub("", text, 1):
         made.append({"role": "system", "content": text})
     # Turns of one role in a row are one turn, as Anthropic documents.
     turns: list[tuple[str, list[_Block]]] = []
     for i, message in enumerate(given):
-        at = f"messages[{i}]"
-        shaped(message, {"role": str, "content": (str, [dict])}, at)
-        role, content = message["role"], message["content"]
-        if role not in ("user", "assistant", "system"):
-            raise Refusal(
-                f"{at}.role is {quoted(role)}: it must be user, assistant or system",
-                param=f"{at}.role",
-            )
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        blocks = [(f"{at}.content[{j}]", block) for j, block in enumerate(content)]
-        if role != "system" and turns and turns[-1][0] == role:
+        content: list[dict[str, Any]]
+        if isinstance(message.content, str):
+            content = [{"type": "text", "text": message.content}]
+        else:
+            content = message.content
+        at = f"messages[{i}].content"
+        blocks = [(f"{at}[{j}]", block) for j, block in enumerate(content)]
+        if message.role != "system" and turns and turns[-1][0] == message.role:
             turns[-1][1].extend(blocks)
         else:
-            turns.append((role, blocks))
+            turns.append((message.role, blocks))
     called: dict[str, str] = {}
-    for role, blocks in turns:
+    for role, turn in turns:
         if role == "system":
-            text = "".join(text_of([block], at) for at, block in blocks)
+            text = "".join(_text(block, at, notes) for at, block in turn)
             made.append({"role": "system", "content": text})
         else:
-            made += (_user if role == "user" else _assistant)(blocks, called)
-    if not made:
-        raise Refusal("messages is empty: add one", param="messages")
+            take = _user if role == "user" else _assistant
+            made += take(turn, called, notes)
     return made
 
 
@@ -245,49 +281,70 @@ def _messages(system: Any, given: Sequence[dict[str, Any]]) -> list[Message]:
 _Block: TypeAlias = tuple[str, dict[str, Any]]
 
 
-def _user(blocks: Sequence[_Block], called: dict[str, str]) -> Iterator[Message]:
+class _Result(CallPart):
+    tool_use_id: str
+    content: str | list[TextPart] | None = None
+    is_error: bool = False
+
+
+class _Use(CallPart):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _Thought(Part):
+    place = "content"
+    thinking: str
+
+
+def _text(block: dict[str, Any], at: str, notes: Notes) -> str:
+    return part_text(read(TextPart, block, notes, at), at)
+
+
+def _user(
+    blocks: Sequence[_Block], called: dict[str, str], notes: Notes
+) -> Iterator[Message]:
     """A turn of the user: results of tools, then text."""
     texts = []
     for at, block in blocks:
-        if block.get("type") == "tool_result":
-            shape = {"tool_use_id": str, "content?": (str, [dict], None),
-                     "is_error?": (bool, None)}  # fmt: skip
-            shaped(block, shape, at)
-            check_parts(block, CALL_PARTS, at)
-            made: Message = {
-                "role": "tool",
-                "tool_call_id": block["tool_use_id"],
-                "content": text_of(block.get("content"), f"{at}.content"),
-            }
-            if name := called.get(block["tool_use_id"]):
-                made["name"] = name
-            if block.get("is_error"):
-                made["is_error"] = True
-            yield made
-        else:
-            texts.append(text_of([block], at))
+        if block.get("type") != "tool_result":
+            texts.append(_text(block, at, notes))
+            continue
+        result = read(_Result, block, notes, at)
+        made: Message = {
+            "role": "tool",
+            "tool_call_id": result.tool_use_id,
+            "content": text_of(result.content, f"{at}.content", notes),
+        }
+        if name := called.get(result.tool_use_id):
+            made["name"] = name
+        if result.is_error:
+            made["is_error"] = True
+        yield made
     if texts:
         yield {"role": "user", "content": "\n\n".join(filter(None, texts))}
 
 
-def _assistant(blocks: Sequence[_Block], called: dict[str, str]) -> Iterator[Message]:
+def _assistant(
+    blocks: Sequence[_Block], called: dict[str, str], notes: Notes
+) -> Iterator[Message]:
     """A turn of the model: thoughts, text and calls."""
     made: Message = {"role": "assistant", "content": ""}
     calls, thoughts = [], []
     for at, block in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            thoughts.append(shaped(block, {"thinking": str}, at)["thinking"])
+            thoughts.append(read(_Thought, block, notes, at).thinking)
         elif kind == "redacted_thinking":
             continue  # its content is encrypted
         elif kind == "tool_use":
-            shaped(block, {"id": str, "name": str, "input": dict}, at)
-            check_parts(block, CALL_PARTS, at)
-            called[block["id"]] = block["name"]
-            function = {"name": block["name"], "arguments": block["input"]}
-            calls.append({"type": "function", "id": block["id"], "function": function})
+            use = read(_Use, block, notes, at)
+            called[use.id] = use.name
+            function = {"name": use.name, "arguments": use.input}
+            calls.append({"type": "function", "id": use.id, "function": function})
         else:
-            made["content"] += text_of([block], at)
+            made["content"] += _text(block, at, notes)
     if thoughts := list(filter(None, thoughts)):
         made["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
@@ -299,25 +356,29 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageRendering(Rendering):
-    """A message, whole or as Anthropic's sequence of events.
+    """A message, whole or as Anthropic's sequence of events."""
 
-    Attributes:
-        diagnoses: the request asks for a comparison with an earlier message. Earlier
-            messages are not kept.
-        omits_thinking: blocks of thinking are sent, but empty.
-    """
-
-    diagnoses = False
-    omits_thinking = False
-
-    def __init__(self, job: Job, model: str, *, streamed: bool):
-        super().__init__(job, model, streamed=streamed)
+    def __init__(
+        self,
+        service: Service,
+        job: Job,
+        model: str,
+        request: MessageRequest,
+        notes: Notes,
+    ):
+        super().__init__(service, job, model, request, notes)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks = 0
         self._open: str | None = None  # the kind of the block that is being written
 
-    def failed(self, refusal: Refusal) -> bytes:
-        return sse(refusal.anthropic(), "error")
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether blocks of thinking are sent, but empty."""
+        thinking = self.request.thinking
+        return thinking is not None and thinking.display == "omitted"
+
+    def failed(self, error: RequestError) -> bytes:
+        return sse(error.anthropic(), "error")
 
     def alive(self) -> bytes:
         return sse({"type": "ping"}, "ping")
@@ -329,6 +390,7 @@ class MessageRendering(Rendering):
             "cache_read_input_tokens": usage.cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.generated,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning},
             "drafted_tokens": usage.drafted,
             "accepted_tokens": usage.accepted,
         }
@@ -344,7 +406,7 @@ class MessageRendering(Rendering):
             "stop_sequence": None,
             "usage": self._usage(),
         }
-        if self.diagnoses:
+        if self.request.diagnostics.previous_message_id:  # they are not stored
             made["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
         return made if end is None else {**made, **_ending(end)}
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine.async_server import Server as Engine
+from ..engine.async_server import Server
 from ..outputs import GenerationResult
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -26,7 +26,7 @@ class Metrics:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Server,
         waiting: Callable[[], int],
         prefix_bytes: Callable[[], int],
     ):
@@ -81,7 +81,7 @@ class _Totals(Collector):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Server,
         waiting: Callable[[], int],
         prefix_bytes: Callable[[], int],
     ):

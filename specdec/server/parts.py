@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .encoding import Encoded
-from .job import Call, Piece, Tokens, Tools
+from .job import Call, Piece, Tools
 from .tool_calls import CallFormat, format_of, in_string
 
 log = logging.getLogger("specdec.server")
@@ -27,9 +27,17 @@ class Parts:
         tokenizer: the target's tokenizer.
         encoded: the choice's prompt.
         tools: the functions that the choice may call.
+        hides_special: special tokens are left out of text and thoughts.
     """
 
-    def __init__(self, choice: int, tokenizer: Any, encoded: Encoded, tools: Tools):
+    def __init__(
+        self,
+        choice: int,
+        tokenizer: Any,
+        encoded: Encoded,
+        tools: Tools,
+        hides_special: bool = False,
+    ):
         self._choice = choice
         self._tools = tools
         self.calls = 0
@@ -48,13 +56,16 @@ class Parts:
         self._call = ""  # of a call that is being written, or of harmony's header
         self._opened = ""  # the marker before it
         self._thinking = False  # it was begun within a thought
+        self._special: re.Pattern[str] | None = None
+        if hides_special and (special := tokenizer.all_special_tokens):
+            self._special = re.compile("|".join(map(re.escape, special)))
         self._blank = True  # no text since the beginning or the last call
         self._fresh = encoded.thinks  # nothing was shown since the last marker
         if encoded.begun:
             list(self.feed(encoded.begun))
 
-    def feed(self, text: str, tokens: Tokens | None = None) -> Iterator[Piece | Call]:
-        """The parts that ``text`` adds; ``tokens`` belong to it."""
+    def feed(self, text: str) -> Iterator[Piece | Call]:
+        """The parts that ``text`` adds."""
         self._buffer += text
         while True:
             if self._state == "normal" and self._blank and self._format:
@@ -74,8 +85,6 @@ class Parts:
             self._buffer = self._buffer[at + len(marker) :]
             yield from self._part(before)
             yield from self._turn(marker, markers[marker])
-        if tokens:
-            yield Piece(self._choice, "text", "", tokens)
 
     def finish(self, *, cut: bool) -> Iterator[Piece | Call]:
         """The parts held back; ``cut``: a limit ended the answer, not the model."""
@@ -165,6 +174,7 @@ class Parts:
     def _shown(self, text: str, *, thinking: bool) -> Iterator[Piece]:
         # Models put blank lines around their markers; they are not part of the answer.
         text = text.lstrip("\n" if not self.calls else None) if self._fresh else text
+        text = self._special.sub("", text) if self._special else text
         if not text:
             return
         self._fresh = False

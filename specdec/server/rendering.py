@@ -6,11 +6,15 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from .job import Begun, End, Event, Job, Outcome, Usage
-from .refusal import Refusal
+from .errors import RequestError
+from .job import Begun, End, Event, Job, Outcome, Piece, Usage
+from .sampling import Sampling, StreamOptions
+from .schema import Notes
+from .service import Service
 
 
 def sse(payload: object, event: str | None = None) -> bytes:
@@ -26,14 +30,24 @@ class Rendering(ABC):
     Args:
         job: the job to answer.
         model: the model's name in the response.
-        streamed: the answer comes as server-sent events.
+        request: the request's body.
+        notes: what its sender should know.
     """
 
-    def __init__(self, job: Job, model: str, *, streamed: bool):
+    def __init__(
+        self, service: Service, job: Job, model: str, request: Sampling, notes: Notes
+    ):
+        self.service = service
         self.job = job
         self.model = model
-        self.streamed = streamed
+        self.request: Any = request
+        self.notes = notes
         self.outcomes: list[Outcome] = []
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer comes as server-sent events."""
+        return bool(self.request.stream)
 
     def take(self, event: Event) -> None:
         """Add an event to the answer."""
@@ -59,9 +73,9 @@ class Rendering(ABC):
     def end(self) -> Iterator[bytes]:
         """The end of the stream, after all events."""
 
-    def failed(self, refusal: Refusal) -> bytes:
+    def failed(self, error: RequestError) -> bytes:
         """The end of a stream that failed after it had begun."""
-        return sse(refusal.openai())
+        return sse(error.openai())
 
     def alive(self) -> bytes:
         """What to send while nothing happens, to keep a stream open."""
@@ -72,16 +86,28 @@ class CompletionRendering(Rendering):
     """A completion of either of OpenAI's two kinds: an object with choices, or chunks.
 
     Args:
-        usage: whether a stream ends with the numbers of tokens.
+        usage: what a stream says of its tokens.
     """
 
     prefix: ClassVar[str]
     #: The objects' names: of the whole answer, and of a chunk.
     names: ClassVar[tuple[str, str]]
 
-    def __init__(self, job: Job, model: str, *, streamed: bool, usage: bool):
-        super().__init__(job, model, streamed=streamed)
-        self._usage = usage
+    def __init__(
+        self,
+        service: Service,
+        job: Job,
+        model: str,
+        request: Sampling,
+        notes: Notes,
+        *,
+        usage: StreamOptions,
+    ):
+        if usage.continuous_usage_stats:
+            job = replace(job, token_ids=True)
+        super().__init__(service, job, model, request, notes)
+        self.usage_options = usage
+        self.lengths: dict[int, int] = {}  # of each choice's text so far
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": "",
@@ -96,21 +122,38 @@ class CompletionRendering(Rendering):
 
     def whole(self) -> dict[str, Any]:
         choices = [
-            {"index": i, **self.choice(i, outcome), **_ending(outcome.end)}
+            {
+                "index": i,
+                **self.choice(i, outcome),
+                **_ending(outcome.end),
+                **self._ids(outcome.begun, outcome.end.result.token_ids),
+            }
             for i, outcome in enumerate(self.outcomes)
         ]
         made = {**self._head, "object": self.names[0], "choices": choices}
         return {**made, "usage": self._tokens()}
 
+    def _ids(self, begun: Begun | None, tokens: Sequence[int]) -> dict[str, Any]:
+        """Token ids, if they were asked for."""
+        if not self.request.return_token_ids:
+            return {}
+        prompt = {} if begun is None else {"prompt_token_ids": begun.prompt_token_ids}
+        return {**prompt, "token_ids": list(tokens)}
+
     def chunk(self, event: Event, **fields: Any) -> bytes:
         """A part of a choice; the last part says how the choice ended."""
         ending = _ending(event) if isinstance(event, End) else {"finish_reason": None}
-        choices = [{"index": event.choice, **fields, **ending}]
+        tokens = event.token_ids if isinstance(event, Piece) else ()
+        ids = self._ids(event if isinstance(event, Begun) else None, tokens)
+        choices = [{"index": event.choice, **fields, **ending, **ids}]
         made = {**self._head, "object": self.names[1], "choices": choices}
-        return sse({**made, "usage": None} if self._usage else made)
+        options = self.usage_options
+        if options.continuous_usage_stats:
+            return sse({**made, "usage": self._tokens()})
+        return sse({**made, "usage": None} if options.include_usage else made)
 
     def end(self) -> Iterator[bytes]:
-        if self._usage:
+        if self.usage_options.include_usage:
             made = {**self._head, "object": self.names[1], "choices": []}
             yield sse({**made, "usage": self._tokens()})
         yield b"data: [DONE]\n\n"
@@ -123,6 +166,7 @@ class CompletionRendering(Rendering):
             "total_tokens": usage.prompt + usage.generated,
             "prompt_tokens_details": {"cached_tokens": usage.cached},
             "completion_tokens_details": {
+                "reasoning_tokens": usage.reasoning,
                 "drafted_tokens": usage.drafted,
                 "accepted_prediction_tokens": usage.accepted,
                 "rejected_prediction_tokens": usage.drafted - usage.accepted,

@@ -5,158 +5,161 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from ..utils.printable import quoted
 from .conversation import (
-    CALL_PARTS,
-    TOOL_PARTS,
+    CallPart,
+    Function,
+    Part,
+    TextPart,
+    ToolPart,
     arguments_of,
-    check_format,
     logprobs_of,
     text_of,
     tools_of,
     variables,
 )
-from .job import Begun, Call, Chat, End, Event, Job, Message, Piece, Tokens
-from .parameters import Parameter, Table, check_parts, read, shaped
-from .refusal import Refusal
+from .errors import RequestError
+from .job import Begun, Call, Client, End, Event, Job, Message, Piece, Tokens, Tools
 from .rendering import Rendering, sse
-from .sampling import DOCUMENTED, SAMPLING, STREAM, constraint, sampling, wants_usage
+from .sampling import OpenAISampling, chat_job, grammar_of
+from .schema import Notes, Record, Refused, read
 from .service import Service
 
 _STORED = "nothing is stored here: send the whole conversation as input"
-_AS_IT_IS = "reasoning comes as it is"
-TABLE: Table = {
-    "model": Parameter(str),
-    "input": Parameter((str, [dict]), required=True),
-    "instructions": Parameter(str),
-    "max_output_tokens": Parameter(int),
-    "tools": Parameter([dict], default=[], high=1024),
-    "tool_choice": Parameter((str, dict)),
-    "parallel_tool_calls": Parameter(bool, default=True),
-    "text": Parameter(
-        dict,
-        parts={
-            "format": Parameter(dict),
-            "verbosity": Parameter(
-                str, only=("medium",), refused="ask for it in the prompt"
-            ),
-        },
-    ),
-    "reasoning": Parameter(
-        dict,
-        parts={
-            "effort": Parameter(str),
-            "summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
-            "generate_summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
-            "context": Parameter(
-                str,
-                only=("auto", "all_turns"),
-                refused="the template chooses what it shows",
-            ),
-            "mode": Parameter(str, only=("standard",), refused="there is one mode"),
-        },
-    ),
-    "top_logprobs": Parameter(int, default=0, low=0, high=20),
-    "include": Parameter([str], default=[]),
-    "truncation": Parameter(
-        str, only=("disabled",), refused="prompts are not shortened here"
-    ),
-    "chat_template_kwargs": Parameter(dict, default={}),
-    "store": Parameter(bool, only=(False,), refused=_STORED),
-    "previous_response_id": Parameter(str, refused=_STORED),
-    "conversation": Parameter(object, refused=_STORED),
-    "background": Parameter(bool, only=(False,), refused=_STORED),
-    "prompt": Parameter(dict, refused=_STORED),
-    "context_management": Parameter(
-        list, only=([],), refused="contexts are not shortened here"
-    ),
-    "background_options": Parameter(dict, refused=_STORED),
-    "image": Parameter(dict, refused="text is all that goes in and comes out"),
-    "access_programs": Parameter(dict, refused="there are none: leave it out"),
-    "max_tool_calls": Parameter(int, refused="nothing is called from here"),
-    **SAMPLING,
-    **STREAM,
-    **DOCUMENTED,
-}
+
+
+class _Text(Record):
+    place = "text"
+    accepted = frozenset({"verbosity"})
+    format: dict[str, Any] | None = None
+
+
+class _Reasoning(Record):
+    place = "reasoning"
+    accepted = frozenset({"summary", "generate_summary", "context", "mode"})
+    effort: str | None = None
+
+
+class ResponseRequest(OpenAISampling):
+    """A request's body."""
+
+    accepted = OpenAISampling.accepted | {"max_tool_calls", "background_options"}
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **OpenAISampling.refused,
+        "truncation": Refused("prompts are not shortened here", ("disabled",)),
+        "previous_response_id": Refused(_STORED),
+        "conversation": Refused(_STORED),
+        "background": Refused(_STORED, (False,)),
+        "prompt": Refused(_STORED),
+        "context_management": Refused("contexts are not shortened here", ([],)),
+        "image": Refused("text is all that goes in and comes out"),
+        "access_programs": Refused("there are none: leave it out"),
+    }
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "messages": "input", "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens", "response_format": "text",
+        "reasoning_effort": "reasoning",
+        **dict.fromkeys(OpenAISampling.elsewhere, "max_output_tokens"),
+    }  # fmt: skip
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] = Field([], max_length=1024)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    text: _Text = _Text()
+    reasoning: _Reasoning = _Reasoning()
+    top_logprobs: int = Field(0, ge=0, le=20)
+    include: list[str] = Field([])
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+
 NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_tokens",
          "top_logprobs": "top_logprobs"}  # fmt: skip
-#: Values of ``include`` that are accepted; reasoning is sent in clear, not encrypted.
-_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def parse(body: Any, service: Service) -> ResponseRendering:
-    """Parse a request's body."""
-    values = read(body, TABLE)
-    model = service.check_model(values["model"])
-    text = values["text"] or {}
-    top = values["top_logprobs"]
-    for item in values["include"]:
-        if item not in _INCLUDED:
-            raise Refusal.unsupported(
-                "include",
-                f"include cannot have {quoted(item)}: nothing is called from here",
-            )
-    asked = _INCLUDED[0] in values["include"]
-    if wants_usage(values):
-        raise Refusal(
-            "stream_options.include_usage is not supported: streams end with it",
-            param="stream_options",
-        )
-    params = sampling(
-        values,
-        service.config,
+def parse(
+    body: Any,
+    service: Service,
+    notes: Notes | None = None,
+    client: Client = Client(),  # noqa: B008 - it is frozen
+) -> ResponseRendering:
+    """Parse a request's body.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    notes = notes or service.notes()
+    request = read(ResponseRequest, body, notes)
+    model = service.check_model(request.model)
+    request.usage()  # a response always ends with it
+    if (body.get("text") or {}).get("verbosity") not in (None, "medium"):
+        notes.add("verbosity changes nothing here")
+    top = request.top_logprobs
+    job = chat_job(
+        request,
+        service,
+        notes,
         NAMES,
-        max_tokens=values["max_output_tokens"],
-        logprobs=asked or top > 0,
-        **constraint(text.get("format"), "text.format"),
-    )
-    tools = _tools(values["tools"], values["tool_choice"])
-    chat = Chat(
-        _messages(values["instructions"], values["input"]),
-        replace(tools, parallel=values["parallel_tool_calls"]),
-        formatted=params.grammar is not None,
+        messages=_messages(request.instructions, request.input, notes),
+        tools=_tools(request, service, notes),
+        form=grammar_of(request, request.text.format, NAMES["grammar"], notes),
         variables=variables(
             service,
-            values["chat_template_kwargs"],
-            (values["reasoning"] or {}).get("effort"),
+            request.chat_template_kwargs,
+            request.reasoning.effort,
             where="reasoning.effort",
         ),
+        continued=False,
+        client=client,
+        max_tokens=request.max_output_tokens,
+        logprobs="message.output_text.logprobs" in request.include or top > 0,
+        top_logprobs=top,
     )
-    check_format(params, tools, "text.format")
-    job = Job([chat], params, 1, NAMES)
-    return ResponseRendering(service, job, model, values)
+    return ResponseRendering(service, job, model, request, notes)
 
 
-def _tools(given: Sequence[dict[str, Any]], choice: Any) -> Any:
-    made = []
-    for i, tool in enumerate(given):
-        if tool.get("type") != "function":
-            made.append(tool)  # refused later, with its position
+class _Tool(ToolPart):
+    type: str
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def _tools(request: ResponseRequest, service: Service, notes: Notes) -> Tools:
+    functions, others = [], {}
+    for i, tool in enumerate(request.tools):
+        at, kind = f"tools[{i}]", tool.get("type")
+        if kind != "function":
+            others[str(tool.get("name", kind))] = str(kind)
             continue
-        shape = {"name": str, "description?": (str, None), "parameters?": (dict, None),
-                 "strict?": (bool, None)}  # fmt: skip
-        shaped(tool, shape, f"tools[{i}]")
-        check_parts(tool, TOOL_PARTS, f"tools[{i}]")
-        function = {
-            key: tool[key]
-            for key in ("name", "description", "parameters", "strict")
-            if tool.get(key) is not None
-        }
-        made.append({"type": "function", "function": function})
+        made = read(_Tool, tool, notes, at)
+        fields = made.model_dump(exclude={"type"})
+        functions.append((at, Function(**fields)))
+    choice, name = request.tool_choice or "auto", None
     if isinstance(choice, dict):
-        shaped(choice, {"type": str, "name?": (str, None)}, "tool_choice")
-        if choice["type"] == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return tools_of(made, choice, "tool_choice")
+        kind, name = choice.get("type"), choice.get("name") or choice.get("type")
+        if kind == "allowed_tools" or not isinstance(name, str):
+            raise RequestError.unsupported(
+                "tool_choice",
+                f"tool_choice of type {quoted(kind)} is not supported: name a function",
+            )
+        choice = "named"
+    elif choice not in ("auto", "none", "required"):
+        choice, name = "named", choice
+    return tools_of(service, functions, others, choice, name,
+                    parallel=request.parallel_tool_calls, notes=notes)  # fmt: skip
 
 
 def _messages(
-    instructions: str | None, given: str | Sequence[dict[str, Any]]
+    instructions: str | None, given: str | Sequence[dict[str, Any]], notes: Notes
 ) -> list[Message]:
     made: list[Message] = []
     if instructions:
@@ -165,65 +168,88 @@ def _messages(
         return [*made, {"role": "user", "content": given}]
     called: dict[str, str] = {}
     for i, item in enumerate(given):
-        _item(item, f"input[{i}]", made, called)
+        _item(item, f"input[{i}]", made, called, notes)
     if not made:
-        raise Refusal("input is empty: give it an item", param="input")
+        raise RequestError("input is empty: give it an item", field="input")
     return made
 
 
+class _Message(Part):
+    place = "input"
+    role: str
+    content: str | list[TextPart]
+
+
+class _FunctionCall(CallPart):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _Output(CallPart):
+    call_id: str
+    output: str | list[TextPart]
+
+
+class _Thoughts(Part):
+    place = "input"
+    content: list[TextPart] = Field([])
+
+
 def _item(
-    item: dict[str, Any], where: str, made: list[Message], called: dict[str, str]
+    item: dict[str, Any],
+    where: str,
+    made: list[Message],
+    called: dict[str, str],
+    notes: Notes,
 ) -> None:
     """Add an item of the input to the messages."""
     kind = item.get("type", "message")
     last = made[-1] if made and made[-1]["role"] == "assistant" else None
     if kind == "message":
-        shaped(item, {"role": str, "content": (str, [dict])}, where)
-        role = {"developer": "system"}.get(item["role"], item["role"])
+        message = read(_Message, item, notes, where)
+        role = {"developer": "system"}.get(message.role, message.role)
         if role not in ("system", "user", "assistant"):
-            raise Refusal(
+            raise RequestError.invalid(
+                f"{where}.role",
                 f"{where}.role is {quoted(role)}: it must be system, developer, user "
                 "or assistant",
-                param=f"{where}.role",
             )
-        text = text_of(item["content"], f"{where}.content", _TEXTS)
+        text = text_of(message.content, f"{where}.content", notes, _TEXTS)
         if role == "assistant" and last is not None and not last["content"]:
             last["content"] = text
         else:
             made.append({"role": role, "content": text})
     elif kind == "function_call":
-        shaped(item, {"call_id": str, "name": str, "arguments": str}, where)
-        check_parts(item, CALL_PARTS, where)
-        called[item["call_id"]] = item["name"]
-        arguments = arguments_of(item["arguments"], f"{where}.arguments")
-        function = {"name": item["name"], "arguments": arguments}
-        call = {"type": "function", "id": item["call_id"], "function": function}
+        call = read(_FunctionCall, item, notes, where)
+        called[call.call_id] = call.name
+        arguments = arguments_of(call.arguments, f"{where}.arguments")
+        function = {"name": call.name, "arguments": arguments}
         if last is None:
             last = {"role": "assistant", "content": ""}
             made.append(last)
-        last.setdefault("tool_calls", []).append(call)
+        written = {"type": "function", "id": call.call_id, "function": function}
+        last.setdefault("tool_calls", []).append(written)
     elif kind == "function_call_output":
-        shaped(item, {"call_id": str, "output": (str, [dict])}, where)
-        check_parts(item, CALL_PARTS, where)
-        message = {"role": "tool", "tool_call_id": item["call_id"]}
-        message["content"] = text_of(item["output"], f"{where}.output", _TEXTS)
-        if name := called.get(item["call_id"]):
-            message["name"] = name
-        made.append(message)
+        output = read(_Output, item, notes, where)
+        text = text_of(output.output, f"{where}.output", notes, _TEXTS)
+        result = {"role": "tool", "tool_call_id": output.call_id, "content": text}
+        if name := called.get(output.call_id):
+            result["name"] = name
+        made.append(result)
     elif kind == "reasoning":
-        parts = shaped(item.get("content") or [], [dict], f"{where}.content")
-        text = text_of(parts, f"{where}.content", ("reasoning_text",))
+        parts = read(_Thoughts, item, notes, where).content
+        text = text_of(parts, f"{where}.content", notes, ("reasoning_text",))
         if text and last is not None:
             earlier = last.get("reasoning_content")
             last["reasoning_content"] = f"{earlier}\n\n{text}" if earlier else text
         elif text:
-            message = {"role": "assistant", "content": "", "reasoning_content": text}
-            made.append(message)
+            made.append({"role": "assistant", "content": "", "reasoning_content": text})
     else:
-        raise Refusal(
+        raise RequestError(
             f"{where} of type {quoted(kind)} is not supported: messages, function "
             "calls and their outputs are",
-            param=f"{where}.type",
+            field=f"{where}.type",
             code="unsupported_content",
         )
 
@@ -231,10 +257,15 @@ def _item(
 class ResponseRendering(Rendering):
     """A response, whole or as a sequence of events."""
 
-    def __init__(self, service: Service, job: Job, model: str, values: dict[str, Any]):
-        super().__init__(job, model, streamed=values["stream"])
-        self._service = service
-        self._values = values
+    def __init__(
+        self,
+        service: Service,
+        job: Job,
+        model: str,
+        request: ResponseRequest,
+        notes: Notes,
+    ):
+        super().__init__(service, job, model, request, notes)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
@@ -265,7 +296,7 @@ class ResponseRendering(Rendering):
         part["text"] += piece.text
         more: dict[str, Any] = {}
         if kind == "message":
-            entries = _logprobs(self._service, piece.tokens or [])
+            entries = self._logprobs(piece.tokens or [])
             part["logprobs"] += entries
             more["logprobs"] = entries
         if piece.text or more.get("logprobs"):
@@ -326,13 +357,22 @@ class ResponseRendering(Rendering):
         self._items[-1] |= {"arguments": call.arguments, "status": status}
         yield self._item("done")
 
+    def _logprobs(self, tokens: Tokens) -> list[dict[str, Any]]:
+        if not self.job.params.logprobs:
+            return []
+        entries = logprobs_of(self.service, tokens, self.job.params.top_logprobs)
+        return [{**entry, "bytes": entry["bytes"] or []} for entry in entries]
+
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     # -- the response ------------------------------------------------------
 
-    def _response(self, status: str, error: Refusal | None = None) -> dict[str, Any]:
-        values = self._values
+    def _response(
+        self, status: str, error: RequestError | None = None
+    ) -> dict[str, Any]:
+        request: ResponseRequest = self.request
+        format_ = request.text.format or {"type": "text"}
         end = self.outcomes[0].ended if self.outcomes else None
         why = None
         if status == "incomplete":
@@ -344,25 +384,25 @@ class ResponseRendering(Rendering):
             "status": status,
             "error": None,
             "incomplete_details": why,
-            "instructions": values["instructions"],
-            "max_output_tokens": values["max_output_tokens"],
-            "metadata": values["metadata"] or {},
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
             "model": self.model,
             "output": [_copy(item) for item in self._items],
-            "parallel_tool_calls": values["parallel_tool_calls"],
+            "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": values["reasoning"] or {"effort": None, "summary": None},
+            "reasoning": {"effort": request.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": self.job.params.temperature,
-            "text": values["text"] or {"format": {"type": "text"}},
-            "tool_choice": values["tool_choice"] or "auto",
-            "tools": [{"strict": False, **tool} for tool in values["tools"]],
-            "top_logprobs": values["top_logprobs"],
+            "text": {"format": format_},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [{"strict": False, **tool} for tool in request.tools],
+            "top_logprobs": request.top_logprobs,
             "top_p": self.job.params.top_p,
             "truncation": "disabled",
             "usage": None if end is None else self._usage(),
-            "user": values["user"],
+            "user": request.user_,
         }
         if error is not None:
             made["error"] = {"code": "server_error", "message": str(error)}
@@ -382,7 +422,7 @@ class ResponseRendering(Rendering):
             },
             "output_tokens": usage.generated,
             "output_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": usage.reasoning,
                 "drafted_tokens": usage.drafted,
                 "accepted_tokens": usage.accepted,
             },
@@ -416,21 +456,14 @@ class ResponseRendering(Rendering):
         status = self._status
         yield self._event(f"response.{status}", {"response": self._response(status)})
 
-    def failed(self, refusal: Refusal) -> bytes:
-        failed = {"response": self._response("failed", refusal)}
+    def failed(self, error: RequestError) -> bytes:
+        failed = {"response": self._response("failed", error)}
         return self._event("response.failed", failed)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         made = {"type": kind, "sequence_number": self._sent, **fields}
         self._sent += 1
         return sse(made, kind)
-
-
-def _logprobs(service: Service, tokens: Tokens) -> list[dict[str, Any]]:
-    return [
-        {**entry, "bytes": entry["bytes"] or []}
-        for entry in logprobs_of(service, tokens)
-    ]
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

@@ -3,200 +3,354 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from ..errors import ConfigError
 from ..grammar import Grammar
-from ..sampling_params import FILTERS, VERIFICATIONS, SamplingParams
+from ..sampling_params import FILTERS, SamplingParams, Verification
 from ..utils.printable import quoted
-from .config import ServerConfig
-from .parameters import Parameter, Table, shaped
-from .refusal import Refusal, refusal_of
+from .errors import RequestError, request_error
+from .job import Chat, Client, Job, Message, Tools
+from .schema import Notes, Record, Refused, read
+from .service import Service
+from .tool_grammar import call_ends, call_grammar
 
-#: mlx-lm's parameters: every endpoint takes them, in addition to its protocol's own.
-MORE: Table = {
-    "top_k": Parameter(int),
-    "min_p": Parameter(float),
-    "xtc_probability": Parameter(float),
-    "xtc_threshold": Parameter(float),
-    "repetition_penalty": Parameter(float),
-    "repetition_context_size": Parameter(int),
-    "presence_context_size": Parameter(int),
-    "frequency_context_size": Parameter(int),
-    "min_tokens": Parameter(int),
-    "stop_token_ids": Parameter([int], high=128),
-    "num_draft_tokens": Parameter(int),
-    "cache_salt": Parameter(str),
-    "verification": Parameter(str, only=VERIFICATIONS),
-}
-#: OpenAI's parameters.
-SAMPLING: Table = {
-    "temperature": Parameter(float, low=0),
-    "top_p": Parameter(float),
-    "presence_penalty": Parameter(float, low=-2, high=2),
-    "frequency_penalty": Parameter(float, low=-2, high=2),
-    "logit_bias": Parameter(dict, high=1024),
-    "seed": Parameter(int),
-    **MORE,
-}
-#: Labels, which do not change the output. A user's labels can keep prefixes apart.
-LABELS: Table = {
-    "user": Parameter(str),
-    "safety_identifier": Parameter(str),
-    "metadata": Parameter(dict),
-    "prompt_cache_key": Parameter(str),
-    "service_tier": Parameter(
-        str, only=("auto", "default"), refused="there is one tier: leave it out"
-    ),
-}
-#: Parameters that OpenAI documents for conversations: labels, and some that are mostly
-#: refused here.
-DOCUMENTED: Table = {
-    **LABELS,
-    "prompt_cache_retention": Parameter(
-        str, only=("in_memory", "in-memory"), refused="the server's options say it"
-    ),
-    "prompt_cache_options": Parameter(
-        dict, refused="common beginnings are kept by themselves"
-    ),
-    "moderation": Parameter(dict, refused="nothing is moderated here"),
-}
-#: Parameters of streams; Anthropic's protocol has no ``stream_options``.
-STREAM: Table = {
-    "stream": Parameter(bool, default=False),
-    "stream_options": Parameter(
-        dict,
-        parts={
-            "include_usage": Parameter(bool),
-            "include_obfuscation": Parameter(
-                bool,
-                only=(False,),
-                refused="nothing is added to hide how long events are",
-            ),
-        },
-    ),
-}
-_FIELDS = {field.name for field in fields(SamplingParams)}
+#: OpenAI documents temperatures up to this one.
+_WARM = 2
 
 
-def wants_usage(values: Mapping[str, Any]) -> bool:
-    """Whether a stream ends with the usage."""
-    options = values["stream_options"]
-    if options is None:
-        return False
-    if not values["stream"]:
-        raise Refusal("stream_options needs stream: add it", param="stream_options")
-    return bool(options.get("include_usage"))
+class StreamOptions(Record):
+    """What streams have besides the answer."""
+
+    place = "stream_options"
+    accepted = frozenset({"include_obfuscation"})  # it pads what an observer sees
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """The fields of ``SamplingParams`` for a requested format."""
-    if response_format is None or response_format.get("type") == "text":
-        return {}
-    kind = response_format.get("type")
+class StructuredOutputs(Record):
+    """vLLM's forms of answers."""
+
+    place = "structured_outputs"
+    accepted = frozenset(
+        {"disable_any_whitespace", "disable_additional_properties", "disable_fallback",
+         "backend", "_backend", "whitespace_pattern"}
+    )  # fmt: skip
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "structural_tag": Refused("use tools, or grammar")
+    }
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Sampling(Record):
+    """Parameters of every endpoint: mlx-lm's, vLLM's and this server's own."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("n_predict", "num_predict", "max_new_tokens"), "max_tokens"
+    )
+    accepted = frozenset(
+        {"cache_prompt", "keep_alive", "priority", "request_id", "id_slot",
+         "spaces_between_special_tokens", "guided_decoding_backend",
+         "guided_whitespace_pattern", "timings_per_token"}
+    )  # fmt: skip
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "draft_model": Refused("the server's draft is used: leave it out"),
+        "options": Refused("name its parameters in the request itself"),
+        "think": Refused("use chat_template_kwargs or reasoning_effort"),
+        "include_stop_str_in_output": Refused("stop texts are left out", (False,)),
+        "use_beam_search": Refused("there is no beam search", (False,)),
+        "bad_words": Refused("use logit_bias", ([],)),
+        "prompt_logprobs": Refused("prompts have no log-probabilities here"),
+        "truncate_prompt_tokens": Refused("prompts are not shortened here"),
+    }
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int | None = None
+    presence_context_size: int | None = None
+    frequency_context_size: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=128)
+    num_draft_tokens: int | None = None
+    cache_salt: str | None = None
+    verification: Verification | None = None
+    max_thinking_tokens: int | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = False
+    return_token_ids: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+    stream: bool = False
+
+    def user(self) -> list[Any]:
+        """The names by which a request identifies its user."""
+        return [self.cache_salt]
+
+
+class OpenAISampling(Sampling):
+    """Parameters that OpenAI documents for all of its endpoints."""
+
+    accepted = Sampling.accepted | {
+        "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+        "service_tier", "store", "client_metadata",
+    }  # fmt: skip
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **Sampling.refused,
+        "moderation": Refused("nothing is moderated here"),
+    }
+    model: str | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    # A user's labels can keep prefixes apart.
+    user_: str | None = Field(None, alias="user")
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+
+    def user(self) -> list[Any]:
+        named = (self.metadata or {}).get("user_id")
+        return [named, self.cache_salt, self.user_, self.safety_identifier]
+
+    def usage(self) -> StreamOptions:
+        """What a stream says of its tokens."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options needs stream: add it", field="stream_options"
+            )
+        return self.stream_options or StreamOptions()
+
+
+def grammar_of(
+    request: Sampling, format_: Mapping[str, Any] | None, where: str, notes: Notes
+) -> tuple[str, Grammar | None]:
+    """The parameter that asks for a form of the answer, and its grammar, or ``None``.
+
+    Args:
+        format_: the protocol's own field for it, which ``where`` names.
+    """
+    forms: list[tuple[str, Grammar | None]] = [(where, _format(format_, where, notes))]
+    outputs = request.structured_outputs
+    if outputs is not None:
+        forms += _outputs("structured_outputs.", outputs.json_, outputs.regex,
+                          outputs.choice, outputs.grammar)  # fmt: skip
+        if outputs.json_object:
+            forms.append(("structured_outputs.json_object", Grammar.json_object()))
+    forms += _outputs("guided_", request.guided_json, request.guided_regex,
+                      request.guided_choice, request.guided_grammar)  # fmt: skip
+    asked = [(name, grammar) for name, grammar in forms if grammar is not None]
+    if len(asked) > 1:
+        raise RequestError.invalid(
+            asked[1][0], f"{asked[1][0]} does not go with {asked[0][0]}: leave one out"
+        )
+    return asked[0] if asked else (where, None)
+
+
+def _outputs(
+    prefix: str,
+    schema: dict[str, Any] | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+) -> list[tuple[str, Grammar | None]]:
+    made: list[tuple[str, Grammar | None]] = []
+    try:
+        if schema is not None:
+            made.append((f"{prefix}json", Grammar.json_schema(schema)))
+        if regex is not None:
+            made.append((f"{prefix}regex", Grammar.regex(regex)))
+        if choice is not None:
+            words = " | ".join(map(json.dumps, choice))
+            made.append((f"{prefix}choice", Grammar.lark(f"start: {words}")))
+        if grammar is not None:
+            made.append((f"{prefix}grammar", Grammar.lark(grammar)))
+    except ConfigError as error:
+        where = prefix.rstrip("._")
+        raise RequestError.invalid(where, f"{where}: {error}") from error
+    return made
+
+
+class _Schema(Record):
+    accepted = frozenset({"name", "description"})
+    guesses = False
+    place = "response_format"
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class _Regex(Record):
+    pattern: str
+
+
+class _Lark(Record):
+    grammar: str
+
+
+def _format(
+    format_: Mapping[str, Any] | None, where: str, notes: Notes
+) -> Grammar | None:
+    kind = "text" if format_ is None else format_.get("type")
+    if format_ is None or kind == "text":
+        return None
+    plain = {key: value for key, value in format_.items() if key != "type"}
     try:
         if kind == "json_object":
-            made = Grammar.json_object()
-        elif kind == "json_schema":
+            return Grammar.json_object()
+        if kind == "json_schema":
             # Chat completions have the schema one level deeper than other endpoints.
-            inner = response_format.get("json_schema", response_format)
+            inner = plain.get("json_schema", plain)
             place = where + ".json_schema" * (where == "response_format")
-            shape = {"schema": dict, "strict?": (bool, None)}
-            made = Grammar.json_schema(shaped(inner, shape, place)["schema"])
-        elif kind == "regex":
-            made = Grammar.regex(
-                shaped(response_format, {"pattern": str}, where)["pattern"]
-            )
-        elif kind == "grammar":
-            made = Grammar.lark(
-                shaped(response_format, {"grammar": str}, where)["grammar"]
-            )
-        else:
-            raise Refusal.invalid(
-                where,
-                f"{where}.type is {quoted(kind)}: it must be text, json_object, "
-                "json_schema, regex or grammar",
-            )
+            return Grammar.json_schema(read(_Schema, inner, notes, place).schema_)
+        if kind == "regex":
+            return Grammar.regex(read(_Regex, plain, notes, where).pattern)
+        if kind == "grammar":
+            return Grammar.lark(read(_Lark, plain, notes, where).grammar)
     except ConfigError as error:
-        raise Refusal.invalid(where, f"{where}: {error}") from error
-    return {"grammar": made}
+        raise RequestError.invalid(where, f"{where}: {error}") from error
+    raise RequestError.invalid(
+        where,
+        f"{where}.type is {quoted(kind)}: it must be text, json_object, json_schema, "
+        "regex or grammar",
+    )
+
+
+def chat_job(
+    request: Sampling,
+    service: Service,
+    notes: Notes,
+    names: Mapping[str, str],
+    *,
+    messages: Sequence[Message],
+    tools: Tools,
+    form: tuple[str, Grammar | None],
+    variables: Mapping[str, Any],
+    continued: bool,
+    stop: tuple[str, ...] = (),
+    n: int = 1,
+    **more: Any,
+) -> Job:
+    """What a request of a chat protocol asks for.
+
+    Args:
+        form: the parameter that asks for a form of the answer, and its grammar.
+        continued: the last message is the beginning of the answer.
+        stop: the client's stop texts.
+        more: further fields for :func:`sampling`.
+    """
+    tokenizer = service.decoder.tokenizer
+    where, grammar = form
+    answer = call_grammar(tokenizer, tools, grammar, where, notes)
+    names = {**names, "grammar": answer.where}
+    params = sampling(
+        request,
+        service,
+        notes,
+        names,
+        stop=(*stop, *call_ends(tokenizer, tools)),
+        grammar=answer.grammar,
+        **more,
+    )
+    chat = Chat(messages, tools, continued, variables, formatted=grammar is not None)
+    return Job(
+        [chat],
+        params,
+        n,
+        names,
+        stop=stop,
+        grammar_required=answer.required,
+        token_ids=request.return_token_ids,
+        hides_special=request.skip_special_tokens,
+    )
 
 
 def sampling(
-    values: Mapping[str, Any],
-    config: ServerConfig,
+    request: Sampling,
+    service: Service,
+    notes: Notes,
     names: Mapping[str, str],
     *,
+    client: Client,
     max_tokens: int | None,
     **more: Any,
 ) -> SamplingParams:
-    """The sampling parameters of a request.
+    """The sampling parameters of a request; the seed is drawn here.
 
     Args:
-        values: the request's values, by the names in the tables above; ``None`` means
-            not given.
         names: names of parameters, by the fields that they fill.
+        client: who asks.
         max_tokens: the number that the request asks for.
         more: fields that the protocol has filled itself.
     """
-    limit, given = config.max_output_tokens, max_tokens
-    wanted = config.max_tokens if given is None else given
+    config = service.config
+    limit = config.max_output_tokens
+    wanted = config.max_tokens if max_tokens is None else max_tokens
     if limit is not None and wanted > limit:
         param = names.get("max_tokens", "max_tokens")
-        raise Refusal.invalid(param, f"{param} is {wanted}: this server allows {limit}")
-    found = {
-        name: value
-        for name, value in values.items()
-        if name in _FIELDS and value is not None
+        raise RequestError.invalid(
+            param, f"{param} is {wanted}: this server allows {limit}"
+        )
+    settings: dict[str, Any] = {
+        "temperature": config.temperature,
+        **{
+            name: value
+            for name in type(request).model_fields.keys() & _FIELDS
+            if (value := getattr(request, name)) is not None
+        },
+        "max_tokens": wanted,
+        **more,
     }
-    if "logit_bias" in found:
-        found["logit_bias"] = _biases(found["logit_bias"])
+    if settings.get("top_k") == -1:  # vLLM and others keep all tokens with -1
+        settings["top_k"] = 0
+    if "logit_bias" in settings:
+        settings["logit_bias"] = _biases(settings["logit_bias"])
     if config.prefix_sharing == "client":
-        found["cache_salt"] = _salt(values)
-    if found.get("top_k") == -1:  # vLLM and others keep all tokens with -1
-        found["top_k"] = 0
-    if "stop_token_ids" in found:
-        found["stop_token_ids"] = tuple(found["stop_token_ids"])
-    found = {"temperature": config.temperature, **found, "max_tokens": wanted, **more}
+        settings["cache_salt"] = json.dumps([client.name, *request.user()])
+    if not client.alone:
+        salt = settings.get("cache_salt")
+        settings["draft_corpus"] = json.dumps([client.name, salt])
+    if request.ignore_eos and settings.get("grammar") is None:
+        settings["min_tokens"] = wanted
+    if settings["temperature"] > _WARM and isinstance(request, OpenAISampling):
+        notes.add(f"temperature is above {_WARM}, the highest that OpenAI documents")
     try:
-        if found["temperature"] == 0:
+        if settings["temperature"] == 0 and settings.keys() & set(FILTERS):
             # Filters have no effect at temperature 0; their values are still checked.
-            SamplingParams(**{**found, "temperature": 1.0})
-            found = {k: v for k, v in found.items() if k not in FILTERS}
-        return SamplingParams(**found)
-    except Exception as error:
-        raise refusal_of(error, names) from error
+            SamplingParams(**{**settings, "temperature": 1.0})
+            settings = {k: v for k, v in settings.items() if k not in FILTERS}
+        return SamplingParams(**settings).seeded()
+    except ConfigError as error:
+        raise request_error(error, names) from error
 
 
-def _salt(values: Mapping[str, Any]) -> str:
-    """The names by which a request identifies its user."""
-    user = (values.get("metadata") or {}).get("user_id")
-    names = ("cache_salt", "user", "safety_identifier")
-    return json.dumps([user, *(values.get(name) for name in names)])
+_FIELDS = SamplingParams.__dataclass_fields__.keys()
 
 
-def _biases(given: Mapping[str, Any]) -> dict[int, float]:
-    biases = {}
-    for token, bias in given.items():
-        number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not number or not (token.isascii() and token.isdigit()) or len(token) > 10:
-            raise Refusal.invalid(
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    for token in given:
+        if not (token.isascii() and token.isdigit()) or len(token) > 10:
+            raise RequestError.invalid(
                 "logit_bias",
                 'logit_bias must map token ids to numbers, as in {"1234": -5}',
             )
-        biases[int(token)] = bias
-    return biases
+    return {int(token): bias for token, bias in given.items()}
 
 
-def stops(given: str | list[Any] | None, where: str) -> tuple[str, ...]:
-    """Stop texts, from one text or several."""
-    if given is None:
-        return ()
-    texts = [given] if isinstance(given, str) else given
-    if not all(isinstance(text, str) and text for text in texts):
-        raise Refusal.invalid(
-            where, f"{where} must be one text or several, none of them empty"
-        )
-    return tuple(texts)
+def stops(given: str | list[str] | None) -> tuple[str, ...]:
+    """Stop texts, from one text or several; empty ones are left out."""
+    texts = [given] if isinstance(given, str) else given or []
+    return tuple(filter(None, texts))

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeAlias
 
 from ..decoder import SpecDecoder
-from ..engine.async_server import Server as Engine
+from ..engine.async_server import Server
+from ..errors import ConfigError
 from ..model_names import short
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
 from ..utils.output_text import stop_texts
 from .config import ServerConfig
-from .encoding import Encoded, call_grammar, encode_source
-from .job import Begun, Chat, End, EndReason, Event, Job, Text, Tokens, Tools
+from .encoding import Encoded, encode_source
+from .errors import RequestError, request_error
+from .job import Begun, Chat, End, EndReason, Event, Job, Piece, Text, Tokens, Tools
 from .metrics import Metrics
 from .parts import Parts
-from .refusal import Refusal, refusal_of
-from .tool_calls import format_of
+from .schema import Notes
 
 #: Weight of the row that ended last in the mean time that a row takes.
 _NEWEST = 0.1
 _MOST_RETRY_AFTER = 60
 
 
+#: Prompt, parameters and tools of one choice.
+Choice: TypeAlias = tuple[Encoded, SamplingParams, Tools]
 # Events of all choices of a job, as they come.
 _Inbox = asyncio.Queue[Event | Exception]
 
@@ -45,7 +48,7 @@ class Prepared:
 
     job: Job
     began: float
-    choices: Sequence[tuple[Encoded, SamplingParams, Tools]]
+    choices: Sequence[Choice]
 
 
 class Service:
@@ -57,7 +60,7 @@ class Service:
         config: limits.
     """
 
-    def __init__(self, decoder: SpecDecoder, engine: Engine, config: ServerConfig):
+    def __init__(self, decoder: SpecDecoder, engine: Server, config: ServerConfig):
         self.decoder = decoder
         self.engine = engine
         self.config = config
@@ -99,14 +102,18 @@ class Service:
         """How many answers have not ended."""
         return self.engine.pending
 
+    def notes(self) -> Notes:
+        """Notes of a new request."""
+        return Notes(strict=self.config.strict)
+
     def check_model(self, name: str | None) -> str:
         """The model's name in a response, if the request names it ``name``."""
         if name is None or "*" in self.config.names or name in self.names:
             return name or self.names[0]
-        raise Refusal(
+        raise RequestError(
             f"no model {name!r} is served here: use {self.names[0]}",
             status=404,
-            param="model",
+            field="model",
             code="model_not_found",
         )
 
@@ -115,14 +122,14 @@ class Service:
         """Reserve ``rows`` rows, running or waiting."""
         most = self.batch_size + self.config.max_waiting
         if self._draining:
-            raise Refusal.stopping()
+            raise RequestError.stopping()
         if rows > most:
-            raise Refusal.invalid(
+            raise RequestError.invalid(
                 "n",
                 f"{rows} choices are asked for and {most} is the most: ask for fewer",
             )
         if self._rows + rows > most:
-            raise Refusal(
+            raise RequestError(
                 f"{self._rows} requests run or wait, which is the limit: try again "
                 "later",
                 status=429,
@@ -147,68 +154,72 @@ class Service:
         """Encode prompts as token ids, in another thread.
 
         Raises:
-            PromptError, Refusal: a prompt cannot be used.
+            PromptError, RequestError: a prompt cannot be used.
         """
         work = partial(_encode_all, self.decoder, sources)
         return await self.engine.tokenize(work)
 
-    async def prepare(self, job: Job) -> Prepared:
+    async def prepare(self, job: Job, notes: Notes | None = None) -> Prepared:
         """Check everything about a job before its answer begins.
 
         Raises:
-            Refusal: the job cannot be served.
+            RequestError: the job cannot be served.
         """
         began = time.monotonic()
         work = partial(self._choices, job)
         try:
             async with asyncio.timeout(self.config.request_timeout):
                 choices = await self.engine.tokenize(work)
-                for grammar in {params.grammar for _, params, _ in choices}:
-                    if grammar is not None:
-                        await self.engine.compile(grammar)
+                choices = await self._compiled(job, choices, notes)
         except TimeoutError as error:
             raise _too_late() from error
         except Exception as error:
-            raise refusal_of(error, job.names) from error
+            raise request_error(error, job.names) from error
         return Prepared(job, began, choices)
 
-    def _choices(self, job: Job) -> list[tuple[Encoded, SamplingParams, Tools]]:
+    async def _compiled(
+        self, job: Job, choices: list[Choice], notes: Notes | None
+    ) -> list[Choice]:
+        """The choices, once their grammar is compiled."""
+        grammar = job.params.grammar
+        if grammar is None:
+            return choices
+        try:
+            await self.engine.compile(grammar)
+        except ConfigError as error:
+            if job.grammar_required:
+                where = job.names["grammar"]
+                raise RequestError.invalid(where, f"{where}: {error}") from error
+            if notes is not None:
+                notes.add("calls do not follow their schemas, which cannot be compiled")
+            return [(e, replace(p, grammar=None), tools) for e, p, tools in choices]
+        return choices
+
+    def _choices(self, job: Job) -> list[Choice]:
         """Prompts and parameters of all choices; runs in the tokenizing thread."""
         encoded = _encode_all(self.decoder, job.sources)
         choices = []
-        seed = job.params.seed
-        if seed is None and job.params.draws:
-            seed = secrets.randbits(32)
+        stop_texts(job.params.stop)  # kept
         for i in range(job.choices):
             source, prompt = job.sources[i // job.n], encoded[i // job.n]
             tools = source.tools if isinstance(source, Chat) else Tools()
-            params = replace(
-                job.params,
-                grammar=job.params.grammar
-                or call_grammar(self.decoder.tokenizer, tools),
-                seed=None if seed is None else seed + i,
-                stop=(*job.params.stop, *self._ends(tools)),
-                stop_token_ids=(*job.params.stop_token_ids, *prompt.stop_token_ids),
-            )
+            params = job.params
+            if i and params.seed is not None:
+                params = replace(params, seed=params.seed + i)
+            if prompt.stop_token_ids:
+                ends = (*params.stop_token_ids, *prompt.stop_token_ids)
+                params = replace(params, stop_token_ids=ends)
             self._check_size(prompt, job)
-            stop_texts(params.stop)  # kept
             params = self.decoder.bounds.check(prompt.prompt, params)
             choices.append((prompt, params, tools))
         return choices
 
-    def _ends(self, tools: Tools) -> tuple[str, ...]:
-        """The text that ends an answer with its first call."""
-        if not (tools.functions and tools.single):
-            return ()
-        calls = format_of(self.decoder.tokenizer)
-        return (calls.end,) if calls and calls.end else ()
-
     def _check_size(self, encoded: Encoded, job: Job) -> None:
         most, size = self.config.max_prompt_tokens, len(encoded.prompt.token_ids)
         if most is not None and size > most:
-            raise Refusal(
+            raise RequestError(
                 f"the prompt has {size} tokens and {most} are allowed: shorten it",
-                param=job.names.get("prompt"),
+                field=job.names.get("prompt"),
                 code="context_length_exceeded",
             )
 
@@ -218,11 +229,13 @@ class Service:
         The generator yields ``None`` after ``keep_alive`` seconds without an event.
 
         Raises:
-            Refusal: the engine or a row failed.
+            RequestError: the engine or a row failed.
         """
         for i, (encoded, _, _) in enumerate(prepared.choices):
             text, tokens = encoded.prompt.text, len(encoded.prompt.token_ids)
-            yield Begun(i, text, tokens, counts=i % prepared.job.n == 0)
+            counts = i % prepared.job.n == 0
+            ids = encoded.prompt.token_ids if prepared.job.token_ids else ()
+            yield Begun(i, text, tokens, counts, ids)
         inbox: _Inbox = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._decode(prepared, i, inbox))
@@ -238,7 +251,7 @@ class Service:
                     yield None
                     continue
                 if isinstance(event, Exception):
-                    raise refusal_of(event, prepared.job.names) from event
+                    raise request_error(event, prepared.job.names) from event
                 left -= isinstance(event, End)
                 yield event
         finally:
@@ -249,7 +262,9 @@ class Service:
     async def _decode(self, prepared: Prepared, choice: int, inbox: _Inbox) -> None:
         """Put the events of one choice into the inbox."""
         encoded, params, tools = prepared.choices[choice]
-        parts = Parts(choice, self.decoder.tokenizer, encoded, tools)
+        parts = Parts(
+            choice, self.decoder.tokenizer, encoded, tools, prepared.job.hides_special
+        )
         spent = time.monotonic() - prepared.began
         timeout = max(0.0, self.config.request_timeout - spent)
         first = True
@@ -261,15 +276,20 @@ class Service:
                         first = False
                         spent = time.monotonic() - prepared.began
                         self.metrics.first_token(spent)
-                    for part in parts.feed(event.text, _tokens(event)):
+                    for part in parts.feed(event.text):
                         inbox.put_nowait(part)
+                    tokens = _tokens(event)
+                    ids = tuple(event.token_ids) if prepared.job.token_ids else ()
+                    if tokens or ids:
+                        inbox.put_nowait(Piece(choice, "text", "", tokens, ids))
                     if event.result is not None:
-                        self._end(prepared, choice, parts, event.result, inbox)
+                        self._end(encoded, prepared, choice, parts, event.result, inbox)
         except Exception as error:
             inbox.put_nowait(error)
 
     def _end(
         self,
+        encoded: Encoded,
         prepared: Prepared,
         choice: int,
         parts: Parts,
@@ -280,7 +300,7 @@ class Service:
         spent = time.monotonic() - prepared.began
         self._row_seconds += _NEWEST * (spent - self._row_seconds)
         if result.finish_reason == "error":
-            raise Refusal(
+            raise RequestError(
                 f"the request failed: {result.error}", status=500, code="row_failed"
             )
         cut = None
@@ -289,7 +309,7 @@ class Service:
             if not result.token_ids and cut == "time limit":
                 raise _too_late()
         stop = result.stop_reason
-        asked = isinstance(stop, str) and stop in prepared.job.params.stop
+        asked = isinstance(stop, str) and stop in prepared.job.stop
         ended = result.finish_reason == "stop"
         closed = stop if ended and isinstance(stop, str) and not asked else ""
         for part in (*parts.feed(closed), *parts.finish(cut=asked or not ended)):
@@ -304,8 +324,20 @@ class Service:
                 result,
                 stop=str(stop) if asked else None,
                 cut=cut,
+                reasoning_tokens=self._reasoning_tokens(encoded, result),
             )
         )
+
+    def _reasoning_tokens(self, encoded: Encoded, result: GenerationResult) -> int:
+        """How many tokens an answer's first thought has, its markers included."""
+        tokenizer: Any = self.decoder.tokenizer
+        tokens = result.token_ids
+        if not getattr(tokenizer, "has_thinking", False) or not tokens:
+            return 0
+        if not encoded.thinks and tokenizer.find_think_start(tokens) != 0:
+            return 0
+        end = tokenizer.find_think_end(tokens)
+        return len(tokens) if end < 0 else end + len(tokenizer.think_end_tokens)
 
     async def drain(self) -> None:
         """Accept no more requests; let running ones end, or cut them after a while.
@@ -331,6 +363,6 @@ def _tokens(event: StreamEvent) -> Tokens | None:
     return list(zip(event.token_ids, event.logprobs, strict=True))
 
 
-def _too_late() -> Refusal:
+def _too_late() -> RequestError:
     why = "the time limit of a request ended before its first token: try again later"
-    return Refusal.later("timeout", why)
+    return RequestError.later("timeout", why)

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import reason_of
 from .config import ServerConfig
+from .errors import RequestError
 from .guard import BODY_SECONDS
-from .refusal import Refusal
 
 #: Bodies up to this size are parsed in the event loop.
 _SMALL = 1 << 18
@@ -97,14 +97,14 @@ class _Guard:
         refusal = None
         is_open = scope["path"] in _OPEN
         if self._keys and not is_open and _key_of(scope, self._keys) is None:
-            refusal = Refusal(
+            refusal = RequestError(
                 "the API key is missing or wrong: send it as Authorization: Bearer "
                 "KEY, or as x-api-key",
                 status=401,
                 code="invalid_api_key",
             )
         elif not self._keys and _is_rebound(scope):
-            refusal = Refusal(
+            refusal = RequestError(
                 "the Host header names another machine: call the server as localhost "
                 "or by its address, or start it with --api-key",
                 status=403,
@@ -122,7 +122,7 @@ class _Guard:
                 path, reason = scope["path"], reason_of(error)
                 log.error("%s %s failed: %s", scope["method"], path, reason)
                 text = f"unexpected {type(error).__name__}: please report it"
-                refusal = Refusal(text, status=500, code="internal_error")
+                refusal = RequestError(text, status=500, code="internal_error")
         response = error_response(refusal, scope["path"])
         await response(scope, receive, named)
 
@@ -177,7 +177,7 @@ def _is_address(host: str, *, loopback: bool = False) -> bool:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
+    assert isinstance(error, RequestError)
     return error_response(error, request.scope["path"])
 
 
@@ -194,13 +194,13 @@ async def _not_there(request: Request, error: Exception) -> Response:
         else f"there is no {path} here: see {', '.join(_PATHS)}",
         405: f"{method} {path} is not possible: use {allowed}",
     }.get(error.status_code, str(error.detail))
-    refusal = Refusal(text, status=error.status_code)
+    refusal = RequestError(text, status=error.status_code)
     response = error_response(refusal, path)
     response.headers.update(error.headers or {})
     return response
 
 
-def error_response(refusal: Refusal, path: str) -> Response:
+def error_response(refusal: RequestError, path: str) -> Response:
     """The error response, in the form of the protocol that the path belongs to."""
     anthropic = path.startswith("/v1/messages")
     body = refusal.anthropic() if anthropic else refusal.openai()
@@ -228,13 +228,13 @@ class Bodies:
         """The bytes of a request's body.
 
         Raises:
-            Refusal: it is not JSON by its type, too large, or late.
+            RequestError: it is not JSON by its type, too large, or late.
             ClientDisconnect: the client left.
         """
         # With other types, a browser would let any site's page send it without asking.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Refusal(
+            raise RequestError(
                 "the body must be JSON: send the header Content-Type: application/json",
                 status=415,
                 code="unsupported_media_type",
@@ -247,18 +247,18 @@ class Bodies:
                 async for chunk in request.stream():
                     self._check(len(data) + len(chunk))
                     if self._left < len(chunk):
-                        raise Refusal.later("busy", "too much is being sent to it")
+                        raise RequestError.later("busy", "too much is being sent to it")
                     self._left -= len(chunk)
                     data += chunk
         except TimeoutError as error:
-            raise Refusal("the body did not arrive in time", status=408) from error
+            raise RequestError("the body did not arrive in time", status=408) from error
         finally:
             self._left += len(data)
         return bytes(data)
 
     def _check(self, size: int) -> None:
         if size > self._most:
-            raise Refusal(
+            raise RequestError(
                 f"the body has more than {self._most} bytes: shorten it",
                 status=413,
                 code="request_too_large",
@@ -274,7 +274,7 @@ def check_elements(data: bytes, context: int | None) -> None:
         context: the target's; a list or an object of a prompt takes a token or more.
 
     Raises:
-        Refusal: there are too many.
+        RequestError: there are too many.
     """
     lists = _FEW + (context or _LONG_CONTEXT)
     most = lists + MOST_PROMPTS * _MEAN_TOKENS
@@ -290,7 +290,7 @@ def check_elements(data: bytes, context: int | None) -> None:
         commas += outside.count(b",")
     if opened <= lists and opened + commas <= most:
         return
-    raise Refusal(
+    raise RequestError(
         f"the body has more than {lists} lists and objects, or {most} elements: "
         "send fewer",
         code="request_too_large",
@@ -333,7 +333,7 @@ async def gone(receive: Receive) -> None:
 
 
 #: How errors that an endpoint raises are answered.
-HANDLERS: Mapping[Any, Any] = {Refusal: _refused, HTTPException: _not_there}
+HANDLERS: Mapping[Any, Any] = {RequestError: _refused, HTTPException: _not_there}
 
 
 async def until_gone(

@@ -20,7 +20,7 @@ MIN_FLOAT32 = 2.0**-126
 def require(condition: bool, name: str, value: object, rule: str) -> None:
     """Raise :class:`ConfigError` unless ``condition`` holds."""
     if not condition:
-        raise ConfigError(f"{name} is {quoted(value)}: it must be {rule}")
+        raise ConfigError(f"{name} is {quoted(value)}: it must be {rule}", field=name)
 
 
 def is_int(value: object) -> bool:

@@ -163,5 +163,12 @@ def test_errors_have_anthropics_form(client: Any) -> None:
         client.messages.create(**{**given, "messages": [
             {"role": "user", "content": image}]})  # fmt: skip
     search: Any = {"type": "web_search_20250305", "name": "web_search"}
-    with pytest.raises(anthropic.BadRequestError, match="nothing is executed"):
-        client.messages.create(**given, tools=[search])
+    client.messages.create(**given, tools=[search])
+    chosen: Any = {"type": "tool", "name": "web_search"}
+    with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
+        client.messages.create(**given, tools=[search], tool_choice=chosen)
+    with pytest.raises(anthropic.BadRequestError, match="nothing is stored") as error:
+        client.messages.create(**given, extra_body={"thread": {"type": "new"}})
+    assert error.value.body["error"]["details"] == {
+        "error_code": "thread_unsupported_request"
+    }

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from specdec import ServerError, SpecDecoder
 from specdec.server import guard, running, web
 from specdec.server.config import ServerConfig
-from specdec.server.refusal import Refusal, refusal_of
+from specdec.server.errors import RequestError, request_error
 from specdec.utils.data_files import parse_json
 from tests.server.harness import Running
 from tests.server.test_serving import ENDLESS, endless, until
@@ -222,8 +222,8 @@ class Client:
         return {"type": "http.request", "body": self.part, "more_body": True}
 
 
-def refusal(bodies: web.Bodies, client: Client) -> Refusal:
-    with pytest.raises(Refusal) as raised:
+def refusal(bodies: web.Bodies, client: Client) -> RequestError:
+    with pytest.raises(RequestError) as raised:
         asyncio.run(bodies.read(client.request))
     return raised.value
 
@@ -258,7 +258,7 @@ def test_all_bodies_are_limited_together() -> None:
 
     refused = asyncio.run(ask())
     assert len(refused) == 40 - 17
-    assert all(isinstance(e, Refusal) and e.code == "busy" for e in refused)
+    assert all(isinstance(e, RequestError) and e.code == "busy" for e in refused)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_elements_are_counted_before_they_are_parsed() -> None:
         data = b"[" + part * (size // len(part)) + b"1]"
         tracemalloc.start()
         try:
-            with pytest.raises(Refusal, match="lists and objects"):
+            with pytest.raises(RequestError, match="lists and objects"):
                 web.check_elements(data, 1 << 17)
             assert tracemalloc.get_traced_memory()[1] < 3 * size
         finally:
@@ -296,7 +296,9 @@ def test_elements_are_counted_before_they_are_parsed() -> None:
         data = json.dumps(value).encode()
         web.check_elements(data, 4096)
         assert parse_json(data) == value
-    with pytest.raises(Refusal):  # they are counted outside texts, whatever those hold
+    with pytest.raises(
+        RequestError
+    ):  # they are counted outside texts, whatever those hold
         web.check_elements(json.dumps(tricky * 9 + [[]] * 200_000).encode(), 4096)
 
 
@@ -317,11 +319,11 @@ def test_only_the_engine_ends_a_replica() -> None:
     """One request that fails in another way, by which the front gives a replica up."""
     for error in (RuntimeError("can't start new thread"), MemoryError(),
                   ClientDisconnect(), OSError(24, "Too many open files")):  # fmt: skip
-        refused = refusal_of(error, {})
+        refused = request_error(error, {})
         assert (refused.status, refused.code) == (500, "internal_error")
         headers = web.error_response(refused, "/v1").headers
         assert web.ENDS_HEADER.decode() not in headers
-    ends = refusal_of(ServerError("its engine failed"), {})
+    ends = request_error(ServerError("its engine failed"), {})
     assert web.error_response(ends, "/v1").headers["x-specdec-ends"] == "engine_failed"
 
 

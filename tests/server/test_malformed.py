@@ -11,19 +11,25 @@ import httpx
 import pytest
 
 from specdec.server import chat, completions, messages, responses
-from specdec.server.parameters import Table
+from specdec.server.schema import Record
 from tests.server.harness import Running, running
 
 USER = {"role": "user", "content": "Hello there"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-GOOD: dict[str, tuple[Table, dict[str, Any]]] = {
-    "/v1/chat/completions": (chat.TABLE, {"messages": [USER], "max_tokens": 1}),
-    "/v1/completions": (completions.TABLE, {"prompt": "Hello", "max_tokens": 1}),
+GOOD: dict[str, tuple[type[Record], dict[str, Any]]] = {
+    "/v1/chat/completions": (chat.ChatRequest, {"messages": [USER], "max_tokens": 1}),
+    "/v1/completions": (
+        completions.CompletionRequest,
+        {"prompt": "Hello", "max_tokens": 1},
+    ),
     "/v1/messages": (
-        messages.TABLE,
+        messages.MessageRequest,
         {"model": "tiny", "messages": [USER], "max_tokens": 1},
     ),
-    "/v1/responses": (responses.TABLE, {"input": "Hello", "max_output_tokens": 1}),
+    "/v1/responses": (
+        responses.ResponseRequest,
+        {"input": "Hello", "max_output_tokens": 1},
+    ),
 }
 ODD: list[Any] = [
     True, -1, 0.5, 10**400, 1e308, -(2**63), "", "\x00", "a" * 300, [], [[]], {},
@@ -49,16 +55,17 @@ def test_odd_requests(server: Running) -> None:
     rng = random.Random(0)
     sent = refused = 0
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        for path, (table, good) in GOOD.items():
+        for path, (kind, good) in GOOD.items():
             bodies: list[tuple[str | None, bytes]] = [(None, body) for body in BODIES]
-            for name in table:
+            for name in sorted(kind.known() - kind.accepted):
                 for value in rng.sample(ODD, 6):
                     body = {**good, name: value}
                     bodies.append((name, json.dumps(body).encode()))
             bodies += [
-                ("unknown", json.dumps({**good, "unknown": 1}).encode()),
+                ("temprature", json.dumps({**good, "temprature": 1}).encode()),
                 *((name, json.dumps({k: v for k, v in good.items() if k != name})
-                   .encode()) for name in table if table[name].required),
+                   .encode())
+                  for name, field in kind.model_fields.items() if field.is_required()),
             ]  # fmt: skip
             for odd, data in bodies:
                 found = client.post(

@@ -47,9 +47,9 @@ from openai.types.shared_params import FunctionDefinition, Reasoning
 from openai.types.shared_params.response_format_json_schema import JSONSchema
 
 from specdec.server import chat, completions, messages, responses
+from specdec.server.errors import RequestError
 from specdec.server.job import Chat, Text
-from specdec.server.parameters import Table
-from specdec.server.refusal import Refusal
+from specdec.server.schema import Record
 from tests.server.harness import Running
 
 USER = {"role": "user", "content": "Hello there"}
@@ -108,6 +108,11 @@ def attribute(name: str, value: Any, expected: Any = None, **more: Any) -> Used:
     return Used(value, lambda r: getattr(r, name), expected, more)
 
 
+def form(value: Any, text: str) -> Used:
+    """A form that the answer has to have."""
+    return Used(value, lambda r: r.job.params.grammar.text, text)
+
+
 Cases = dict[str, Used | Refused | Label]
 MORE: Cases = {
     "top_k": param("top_k", 3, temperature=1),
@@ -128,6 +133,37 @@ MORE: Cases = {
     "top_p": param("top_p", 0.5, temperature=1),
     "stream": attribute("streamed", True),
     "model": attribute("model", "tiny"),
+    "max_thinking_tokens": param("max_thinking_tokens", 9),
+    "ignore_eos": param("min_tokens", True, 24),
+    "skip_special_tokens": Used(True, lambda r: r.job.hides_special),
+    "return_token_ids": Used(True, lambda r: r.job.token_ids),
+    "structured_outputs": form({"regex": "a+"}, "a+"),
+    "guided_json": form({"type": "object"}, '{"type": "object"}'),
+    "guided_regex": form("a+", "a+"),
+    "guided_choice": form(["a", "b"], 'start: "a" | "b"'),
+    "guided_grammar": form('start: "a"', 'start: "a"'),
+    "draft_model": Refused("x"),
+    "options": Refused({"num_ctx": 1}),
+    "think": Refused(True),
+    "include_stop_str_in_output": Refused(True),
+    "use_beam_search": Refused(True),
+    "bad_words": Refused(["a"]),
+    "prompt_logprobs": Refused(1),
+    "truncate_prompt_tokens": Refused(1),
+    **dict.fromkeys(
+        (
+            "cache_prompt",
+            "keep_alive",
+            "priority",
+            "request_id",
+            "id_slot",
+            "spaces_between_special_tokens",
+            "guided_decoding_backend",
+            "guided_whitespace_pattern",
+            "timings_per_token",
+        ),
+        Label("x"),
+    ),
 }
 OPENAI: Cases = {
     **MORE,
@@ -138,7 +174,18 @@ OPENAI: Cases = {
     "safety_identifier": Label("anna"),
     "metadata": Label({"a": "b"}),
     "prompt_cache_key": Label("key"),
-    "service_tier": Refused("flex"),
+    "service_tier": Label("flex"),
+    "store": Label(True),
+    "client_metadata": Label({"a": "b"}),
+    "prompt_cache_retention": Label("24h"),
+    "prompt_cache_options": Label({"mode": "explicit"}),
+    "moderation": Refused({}),
+    "stream_options": Used(
+        {"include_usage": True},
+        lambda r: r.request.stream_options.include_usage,
+        True,
+        {"stream": True},
+    ),
 }
 THINKING = {"type": "enabled", "budget_tokens": 2000}
 PROMPT: Cases = {
@@ -156,24 +203,23 @@ PROMPT: Cases = {
     "context_management": Refused({"edits": [{"type": "clear_tool_uses_20250919"}]}),
     "user_profile_id": Label("x"),
     "workspace_id": Label("x"),
-    "speed": Refused("fast"),
+    "speed": Label("fast"),
+    "service_tier": Label("priority"),
     "mcp_servers": Refused([{"type": "url"}]),
     "betas": Label(["context-1m-2025-08-07"]),
     "billing_policy": Refused({}),
     "compaction": Refused({}),
     "model": Refused("other"),
 }
-CASES: dict[str, tuple[Callable[..., Any], Table, dict[str, Any], Cases]] = {
-    "chat": (chat.parse, chat.TABLE, {"messages": [USER]}, {
+COUNTED = {name: case for name, case in MORE.items() if name not in PROMPT}
+CASES: dict[str, tuple[Callable[..., Any], type[Record], dict[str, Any], Cases]] = {
+    "chat": (chat.parse, chat.ChatRequest, {"messages": [USER]}, {
         **OPENAI,
         "messages": source("messages", [USER], [USER]),
         "max_tokens": param("max_tokens", 7),
         "max_completion_tokens": param("max_tokens", 7),
         "n": Used(3, lambda r: r.job.n),
         "stop": param("stop", "a", ("a",)),
-        "stream_options": attribute(
-            "_usage", {"include_usage": True}, True, stream=True
-        ),
         "logprobs": param("logprobs", True),
         "top_logprobs": param("top_logprobs", 2, logprobs=True),
         "tools": source("tools.functions", [TOOL], [TOOL]),
@@ -183,41 +229,39 @@ CASES: dict[str, tuple[Callable[..., Any], Table, dict[str, Any], Cases]] = {
         "reasoning_effort": Refused("high"),  # this template has none
         "chat_template_kwargs": source("variables", {"think": True}),
         "continue_final_message": source(
-            "continue_final", True, messages=[USER, {**USER, "role": "assistant"}]
+            "continued", True, messages=[USER, {**USER, "role": "assistant"}]
         ),
         "modalities": Refused(["audio"]),
         "audio": Refused({"voice": "x", "format": "wav"}),
         "web_search_options": Refused({}),
         "functions": Refused([{"name": "f"}]),
         "function_call": Refused("auto"),
-        "store": Refused(True),
-        "prediction": Refused({"type": "content", "content": "x"}),
-        "prompt_cache_retention": Refused("24h"),
-        "prompt_cache_options": Refused({"mode": "explicit"}),
-        "moderation": Refused({}),
-        "verbosity": Refused("low"),
+        "prediction": Label({"type": "content", "content": "x"}),
+        "verbosity": Label("low"),
+        "add_generation_prompt": Label(True),
+        "grammar": Refused("a"),
     }),
-    "completions": (completions.parse, completions.TABLE, {"prompt": "Hello"}, {
+    "completions": (
+        completions.parse, completions.CompletionRequest, {"prompt": "Hello"}, {
         **OPENAI,
         "prompt": source("prompt", "Hi", "Hi"),
         "suffix": source("suffix", "end"),
         "max_tokens": param("max_tokens", 7),
+        "ignore_eos": param("min_tokens", True, 16),
         "n": Used(3, lambda r: r.job.n),
         "best_of": Refused(2),
-        "echo": attribute("echo", True),
+        "echo": Used(True, lambda r: r.request.echo),
         "logprobs": param("top_logprobs", 2),
         "stop": param("stop", ["a", "b"], ("a", "b")),
-        "stream_options": attribute(
-            "_usage", {"include_usage": True}, True, stream=True
-        ),
         "response_format": Used(JSON, lambda r: r.job.params.grammar.text, "{}"),
+        "add_special_tokens": Label(True),
+        "grammar": Refused("a"),
     }),
-    "responses": (responses.parse, responses.TABLE, {"input": "Hello"}, {
+    "responses": (responses.parse, responses.ResponseRequest, {"input": "Hello"}, {
         **OPENAI,
         "input": source("messages", "Hi", [{**USER, "content": "Hi"}]),
         "instructions": Used("Be kind", lambda r: _chat(r).messages[0]["content"]),
         "max_output_tokens": param("max_tokens", 7),
-        "stream_options": Refused({"include_obfuscation": True}, {"stream": True}),
         "tools": Used([FLAT], lambda r: len(_chat(r).tools.functions), 1),
         "tool_choice": source("tools.required", "required", True, tools=[FLAT]),
         "parallel_tool_calls": source("tools.parallel", False),
@@ -229,32 +273,30 @@ CASES: dict[str, tuple[Callable[..., Any], Table, dict[str, Any], Cases]] = {
             "reasoning.encrypted_content", "message.output_text.logprobs"], True),
         "truncation": Refused("auto"),
         "chat_template_kwargs": source("variables", {"think": True}),
-        "store": Refused(True),
         "previous_response_id": Refused("resp_1"),
         "conversation": Refused("conv_1"),
         "background": Refused(True),
         "prompt": Refused({"id": "x"}),
         "context_management": Refused([{"type": "compaction"}]),
-        "prompt_cache_options": Refused({"mode": "explicit"}),
-        "moderation": Refused({}),
-        "background_options": Refused({}),
+        "background_options": Label({}),
         "image": Refused({}),
         "access_programs": Refused({}),
-        "max_tool_calls": Refused(3),
-        "prompt_cache_retention": Refused("24h"),
+        "max_tool_calls": Label(3),
     }),
     "messages": (
         messages.parse,
-        messages.TABLE,
+        messages.MessageRequest,
         {"model": "tiny", "messages": [USER], "max_tokens": 9},
         {
             **PROMPT, **MORE,
             "max_tokens": param("max_tokens", 7),
+            "ignore_eos": param("min_tokens", True, 9),
             "stop_sequences": param("stop", ["a"], ("a",)),
             "metadata": Label({"user_id": "anna"}),
-            "service_tier": Refused("priority"),
-            "diagnostics": attribute("diagnoses", {"previous_message_id": "x"}, True),
-            "fallbacks": Refused([]),
+            "diagnostics": Used(
+                {"previous_message_id": "x"},
+                lambda r: r.request.diagnostics.previous_message_id, "x"),
+            "fallbacks": Refused([{"model": "x"}]),
             "fallback_credit_token": Refused("x"),
             "thread": Refused({}),
             "container": Refused("x"),
@@ -264,8 +306,9 @@ CASES: dict[str, tuple[Callable[..., Any], Table, dict[str, Any], Cases]] = {
         },
     ),
     "count_tokens": (
-        messages.parse_count, messages.PROMPT, {"model": "tiny", "messages": [USER]},
-        PROMPT,
+        messages.parse_count, messages.CountRequest,
+        {"model": "tiny", "messages": [USER]},
+        {**{name: Label("x") for name in messages.CountRequest.accepted}, **PROMPT},
     ),
 }  # fmt: skip
 DOCUMENTED: tuple[tuple[str, Any], ...] = (
@@ -291,8 +334,8 @@ def test_every_documented_parameter_is_tried() -> None:
         cases = CASES[endpoint][3]
         new = sorted(get_type_hints(kind).keys() - cases.keys())
         assert not new, f"{endpoint}: what becomes of {', '.join(new)}?"
-    for endpoint, (_, table, _, cases) in CASES.items():
-        assert table.keys() == cases.keys(), endpoint
+    for endpoint, (_, kind, _, cases) in CASES.items():
+        assert kind.known() == cases.keys(), endpoint
 
 
 @pytest.mark.parametrize("endpoint", CASES)
@@ -305,15 +348,15 @@ def test_no_parameter_is_silently_ignored(endpoint: str, server: Running) -> Non
         more = {} if isinstance(case, Label) else case.more
         body = {**good, **more, name: case.value}
         if isinstance(case, Refused):
-            with pytest.raises(Refusal) as refused:
+            with pytest.raises(RequestError) as refused:
                 parse(body, server.service)
-            where = f"{refused.value.param} {refused.value}"
+            where = f"{refused.value.field} {refused.value}"
             assert where.partition(".")[0].partition(" ")[0] == name, (name, where)
             continue
         made = parse(body, server.service)
         if isinstance(case, Label):
             assert _same(made, plain), name
-            assert f"`{name}" in page, name
+            assert f"`{name}" in page or endpoint == "count_tokens", name
             continue
         expected = case.value if case.expected is None else case.expected
         assert case.get(made) == expected, name
@@ -333,7 +376,6 @@ USED = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
 PROGRAM = {"type": "program", "caller_id": "x"}
 TOOLS = {
     "allowed_callers": ["programmatic"],
-    "defer_loading": True,
 }
 #: Of each documented object that is taken: how to send one, what of it is refused, and
 #: what is honoured or, as the documentation says, changes nothing.
@@ -353,11 +395,11 @@ PARTS: tuple[tuple[Any, str, Callable[[Any], Any], dict[str, Any], str], ...] = 
      {}, "prompt_cache_breakpoint text type"),
     (ChatCompletionStreamOptionsParam, "chat",
      lambda p: {"messages": [USER], "stream": True, "stream_options": p},
-     {"include_obfuscation": True}, "include_usage"),
+     {}, "include_usage include_obfuscation"),
     (FunctionDefinition, "chat",
      lambda p: {"messages": [USER], "tools": [
          {"type": "function", "function": {"name": "f", **p}}]},
-     {"strict": True}, "description name parameters"),
+     {}, "description name parameters strict"),
     (JSONSchema, "chat",
      lambda p: {"messages": [USER], "response_format": {
          "type": "json_schema", "json_schema": {"name": "x", "schema": {}, **p}}},
@@ -381,13 +423,12 @@ PARTS: tuple[tuple[Any, str, Callable[[Any], Any], dict[str, Any], str], ...] = 
      {"content": [{"type": "x"}]}, "encrypted_content id status summary type"),
     (FunctionToolParam, "responses",
      lambda p: {"input": "a", "tools": [{**FLAT, **p}]},
-     {**TOOLS, "async": True, "output_schema": {}, "strict": True},
-     "description name parameters type"),
+     {**TOOLS, "async": True, "output_schema": {}},
+     "defer_loading description name parameters strict type"),
     (Reasoning, "responses", lambda p: {"input": "a", "reasoning": p},
-     {"context": "current_turn", "generate_summary": "concise", "mode": "pro",
-      "summary": "detailed", "effort": "high"}, ""),
+     {"effort": "high"}, "context generate_summary mode summary"),
     (ResponseTextConfigParam, "responses", lambda p: {"input": "a", "text": p},
-     {"verbosity": "low"}, "format"),
+     {}, "format verbosity"),
     (TextBlockParam, "messages",
      lambda p: _said([{"type": "text", "text": "a", **p}]),
      {}, "cache_control citations text type"),
@@ -401,8 +442,9 @@ PARTS: tuple[tuple[Any, str, Callable[[Any], Any], dict[str, Any], str], ...] = 
      {"toolset_name": "x", "content": [{"type": "image"}]},
      "cache_control is_error tool_use_id type"),
     (ToolParam, "messages", lambda p: {**_said("a"), "tools": [{**CUSTOM, **p}]},
-     {**TOOLS, "input_examples": [{}], "strict": True},
-     "cache_control description eager_input_streaming input_schema name type"),
+     {**TOOLS, "input_examples": [{}]},
+     "cache_control defer_loading description eager_input_streaming input_schema "
+     "name strict type"),
     (ThinkingConfigEnabledParam, "messages",
      lambda p: {**_said("a"), "thinking": {**THINKING, **p}},
      {"display": "x"}, "budget_tokens type"),
@@ -424,7 +466,7 @@ def test_no_part_of_an_object_is_silently_ignored(part: Any, server: Running) ->
     if "content" not in refused or kind is ResponseReasoningItemParam:
         parse(body_of({}), server.service)
     for name, value in refused.items():
-        with pytest.raises(Refusal, match=rf"\b{name}\b"):
+        with pytest.raises(RequestError, match=rf"\b{name}\b"):
             parse(body_of({name: value}), server.service)
 
 

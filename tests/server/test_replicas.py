@@ -29,8 +29,8 @@ from specdec.cli.replica import command, environments, within_share
 from specdec.config import EngineConfig
 from specdec.server import replicas as supervision
 from specdec.server.config import ServerConfig
+from specdec.server.errors import RequestError
 from specdec.server.front import Front, make_front
-from specdec.server.refusal import Refusal
 from specdec.server.replicas import Command, Replica, Replicas
 from specdec.server.routing import BILLING, Place, blocks_of, choose
 from tests.models.folders import write_folder
@@ -261,7 +261,7 @@ def test_a_replica_that_ends_before_the_first_byte(
     for tried in (first, second):
         with front.replica((), [tried]) as chosen:
             assert chosen is not tried
-    with pytest.raises(Refusal, match="there is no other one yet"):
+    with pytest.raises(RequestError, match="there is no other one yet"):
         front.replica((), [first, second]).__enter__()
     again = front.again
     starts = sum(each.starts for each in front.replicas.all)

@@ -146,11 +146,13 @@ def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
         },
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
     ]
-    turns: list[Any] = [
-        messages._messages("", [{"role": "assistant", "content": blocks}])[-1],
-        responses._messages(None, items)[-1],
-    ]
-    for turn in turns:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": blocks}]
+    with running(tiny_decoder(tmp_path)) as server:
+        made: list[Any] = [
+            messages.parse_count({"model": "tiny", "messages": said}, server.service),
+            responses.parse({"input": items}, server.service).job.sources[0],
+        ]
+    for turn in (chat.messages[-1] for chat in made):
         assert turn["reasoning_content"] == "FIRST\n\nSECOND"
         assert turn["content"] == "t"
         assert len(turn["tool_calls"]) == 1

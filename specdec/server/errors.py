@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -10,11 +9,11 @@ from ..errors import (
     ConfigError,
     MemoryLimitError,
     PromptError,
+    PromptTooLongError,
     ServerError,
     SpecdecError,
     reason_of,
 )
-from ..sampling_params import SamplingParams
 from ..utils.printable import one_line
 
 #: Kinds of errors by status, as OpenAI and Anthropic call them.
@@ -27,15 +26,17 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+#: Codes that Anthropic's clients look for in an error's details.
+_DETAILS = frozenset({"thread_unsupported_request"})
 
 
-class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
+class RequestError(SpecdecError):
     """A request that is not answered, or not completely.
 
     Args:
         message: one line that names the way out.
         status: the response's HTTP status.
-        param: the parameter at fault.
+        field: the parameter at fault.
         code: a fixed name of the error, for programs.
         retry_after: seconds after which to ask again.
     """
@@ -45,25 +46,24 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
         message: object,
         *,
         status: int = 400,
-        param: str | None = None,
+        field: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ):
-        super().__init__(message)
+        super().__init__(message, field=field)
         self.status = status
-        self.param = param
         self.code = code
         self.retry_after = retry_after
 
     @classmethod
-    def invalid(cls, param: str | None, message: object) -> Self:
+    def invalid(cls, field: str | None, message: object) -> Self:
         """A parameter with an impossible value."""
-        return cls(message, param=param, code="invalid_value")
+        return cls(message, field=field, code="invalid_value")
 
     @classmethod
-    def unsupported(cls, param: str | None, message: object) -> Self:
+    def unsupported(cls, field: str | None, message: object) -> Self:
         """A parameter that is not supported, or not with this model."""
-        return cls(message, param=param, code="unsupported_parameter")
+        return cls(message, field=field, code="unsupported_parameter")
 
     @classmethod
     def later(cls, code: str, message: object) -> Self:
@@ -91,7 +91,7 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
             "error": {
                 "message": str(self),
                 "type": _OPENAI.get(self.status, default),
-                "param": self.param,
+                "param": self.field,
                 "code": self.code,
             }
         }
@@ -100,47 +100,46 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
         """The error object of Anthropic's protocol."""
         default = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC.get(self.status, default)
-        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        error: dict[str, Any] = {"type": kind, "message": str(self)}
+        if self.code in _DETAILS:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error}
 
 
-def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
-    """The refusal for an error of the engine.
+def request_error(error: Exception, names: Mapping[str, str]) -> RequestError:
+    """What to answer for an error of the engine.
 
     Args:
         names: names of the protocol's parameters, by the fields of ``SamplingParams``;
             equal names may be left out.
     """
-    if isinstance(error, Refusal):
+    if isinstance(error, RequestError):
         return error
     text = str(error)
-    if isinstance(error, PromptError):
-        too_long = "context" in text and text.endswith("shorten it")
-        param = names.get("prompt")
-        code = "context_length_exceeded" if too_long else None
-        return Refusal(f"the prompt cannot be used: {text}", param=param, code=code)
-    if isinstance(error, ConfigError):
-        # The message speaks of the grammar, not of the field of SamplingParams.
-        found = re.match(
-            r"(the|a) (JSON schema|regular expression|Lark grammar|grammar)\b", text
+    if isinstance(error, PromptTooLongError):
+        # Clients look for these words, and then shorten the conversation.
+        if error.tokens is not None:
+            text = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+        return RequestError(
+            text, field=names.get("prompt"), code="context_length_exceeded"
         )
-        if found and "grammar" in names:
-            where = names["grammar"]
-            return Refusal(f"{where}: {text}", param=where, code="invalid_value")
-        found = re.match(r"\w+", text)
-        field = found.group() if found else ""
-        param = names.get(field, field)
-        own = field in SamplingParams.__dataclass_fields__ and field not in names
-        known = own or param in names.values()
-        text = param + text[len(field) :] if known else text
-        return Refusal(text, param=param if known else None, code="invalid_value")
+    if isinstance(error, PromptError):
+        text = f"the prompt cannot be used: {text}"
+        return RequestError(text, field=names.get("prompt"), code="invalid_prompt")
+    if isinstance(error, ConfigError):
+        field = error.field
+        param = names.get(field, field) if field else None
+        if field and text.startswith(field):
+            text = f"{param}{text[len(field) :]}"
+        return RequestError(text, field=param, code="invalid_value")
     if isinstance(error, MemoryLimitError):
         # The rest of the line names options of the command, which a client cannot set.
         text = one_line(text).partition(": ")[0]
-        return Refusal(
+        return RequestError(
             f"{text}: shorten the prompt or ask for fewer tokens",
-            param=names.get("max_tokens"),
+            field=names.get("max_tokens"),
             code="memory_limit_exceeded",
         )
     if isinstance(error, ServerError):
-        return Refusal(text, status=500, code="engine_failed")
-    return Refusal(reason_of(error), status=500, code="internal_error")
+        return RequestError(text, status=500, code="engine_failed")
+    return RequestError(reason_of(error), status=500, code="internal_error")

@@ -1,0 +1,223 @@
+"""Request bodies as records, which pydantic checks.
+
+A field of a record is honoured. A known field that cannot be honoured is refused by its
+name if it would change the answer, and accepted if it would not. A field that nobody
+knows is ignored and noted, unless it looks like a misspelt one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from ..utils.names import nearest
+from ..utils.printable import quoted
+from .errors import RequestError
+
+
+@dataclass
+class Notes:
+    """What the sender of a request should know about its answer.
+
+    Args:
+        strict: unknown fields are refused.
+
+    Attributes:
+        ignored: names of fields that nobody knows.
+        texts: lines for the response's header.
+    """
+
+    strict: bool = False
+    ignored: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def ignore(self, name: str) -> None:
+        """Note a field that is ignored, once."""
+        if name not in self.ignored:
+            self.ignored.append(name)
+
+    def add(self, text: str) -> None:
+        """Note a line, once."""
+        if text not in self.texts:
+            self.texts.append(text)
+
+
+class Refused(NamedTuple):
+    """A known field that is refused, with the way out.
+
+    Args:
+        why: what follows "is not supported".
+        only: values that are the same as none.
+        code: the error's name.
+    """
+
+    why: str
+    only: tuple[Any, ...] = ()
+    code: str = "unsupported_parameter"
+
+
+class Record(BaseModel):
+    """An object of a request; a field that is ``null`` counts as absent.
+
+    Attributes:
+        refused: known fields that are not honoured.
+        accepted: known fields that change no answer.
+        elsewhere: other servers' names of fields.
+        place: where the object is, for notes; empty: it is the body.
+        guesses: whether names that look like a field are refused as misspelt.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    accepted: ClassVar[frozenset[str]] = frozenset()
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    place: ClassVar[str] = ""
+    guesses: ClassVar[bool] = True
+
+    @classmethod
+    def known(cls) -> frozenset[str]:
+        """The names of all fields that are known."""
+        return cls.honoured() | cls.refused.keys() | cls.accepted
+
+    @classmethod
+    def honoured(cls) -> frozenset[str]:
+        """The names of the fields that the record has."""
+        names = cls.model_fields.items()
+        return frozenset(field.alias or name for name, field in names)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        taken, names = {}, cls.honoured()
+        for name, given in value.items():
+            if name in names:
+                if given is not None:
+                    taken[name] = given
+            elif rule := cls.refused.get(name):
+                if given is not None and given not in rule.only:
+                    _refuse(name, rule.code, f"is not supported: {rule.why}")
+            elif name not in cls.accepted:
+                cls._unknown(name, info.context)
+        return taken
+
+    @classmethod
+    def _unknown(cls, name: str, notes: Notes | None) -> None:
+        notes = notes or Notes()
+        near = cls.elsewhere.get(name) or nearest(name[:100], cls.known(), cutoff=0.75)
+        if not notes.strict and (near is None or not cls.guesses):
+            notes.ignore(f"{cls.place}.{name}".lstrip(".")[:100])
+            return
+        where = f"of {cls.place}" if cls.place else "of this endpoint"
+        meant = f"did you mean {near}?" if near else "leave it out"
+        _refuse(name, "unknown_parameter", f"is not a parameter {where}: {meant}")
+
+
+R = TypeVar("R", bound=Record)
+
+
+def _refuse(name: str, code: str, text: str) -> NoReturn:
+    """Refuse the field of the record that is being checked."""
+    raise PydanticCustomError("refused", "refused", {"name": name, "code": code,
+                                                     "text": text})  # fmt: skip
+
+
+def read(kind: type[R], value: Any, notes: Notes, where: str = "") -> R:
+    """A record of a value; ``where`` names the value in messages.
+
+    Raises:
+        RequestError: it is none.
+    """
+    try:
+        return kind.model_validate(value, context=notes)
+    except ValidationError as error:
+        raise _request_error(error, value, where) from error
+
+
+def read_all(kind: type[R], values: Sequence[Any], notes: Notes, where: str) -> list[R]:
+    """Records of the values of a list."""
+    return [read(kind, each, notes, f"{where}[{i}]") for i, each in enumerate(values)]
+
+
+_WORDS = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+}
+_BOUNDS = {
+    "greater_than_equal": ("ge", "{:g} or more"),
+    "greater_than": ("gt", "above {:g}"),
+    "less_than_equal": ("le", "{:g} at most"),
+}
+_LENGTHS = {"too_short": ("min_length", "{} or more"),
+            "too_long": ("max_length", "{} at most"),
+            "string_too_short": ("min_length", "{} or more")}  # fmt: skip
+
+
+def _request_error(error: ValidationError, value: Any, where: str) -> RequestError:
+    """The error that lies deepest; of a choice of kinds, all that were possible."""
+    found = [(_path(each["loc"], value, where), each) for each in error.errors()]
+    depth = max(path.count(".") + path.count("[") for path, _ in found)
+    path, first = next((p, e) for p, e in found if p.count(".") + p.count("[") == depth)
+    kind, given, context = first["type"], first["input"], first.get("ctx", {})
+    if kind == "refused":
+        name = str(context["name"])
+        path = f"{path}.{name}".lstrip(".")[:200]
+        shown = path if context["code"] != "unknown_parameter" else quoted(path, 100)
+        return RequestError(
+            f"{shown} {context['text']}", field=path, code=context["code"]
+        )
+    if kind == "missing":
+        text, code = f"{path} is missing: add it", "missing_parameter"
+        return RequestError(text, field=path, code=code)
+    code = "invalid_value"
+    if kind in _WORDS:
+        kinds = [_WORDS.get(e["type"], "") for p, e in found if p == path]
+        rule = " or ".join(dict.fromkeys(filter(None, kinds)))
+        if not path:
+            return RequestError("the body is not a JSON object: send one",
+                                code="invalid_type")  # fmt: skip
+        text, code = f"{path} is {quoted(given)}, not {rule}", "invalid_type"
+    elif kind in _BOUNDS:
+        key, rule = _BOUNDS[kind]
+        text = f"{path} is {quoted(given)}: it must be {rule.format(context[key])}"
+    elif kind in _LENGTHS:
+        key, rule = _LENGTHS[kind]
+        rule = rule.format(context[key])
+        text = f"{path} has length {len(given)}: it must be {rule}"
+    elif kind == "literal_error":
+        allowed = str(context["expected"]).replace("'", "")
+        text = f"{path} is {quoted(given)}: it must be {allowed}"
+    else:
+        text = f"{path} is {quoted(given)}: {first['msg']}"
+    return RequestError(text, field=path, code=code)
+
+
+def _path(loc: Sequence[int | str], value: Any, where: str) -> str:
+    """A place in the request, without pydantic's names of the kinds that it tried."""
+    path = where
+    for i, step in enumerate(loc):
+        if isinstance(value, list) and isinstance(step, int) and step < len(value):
+            value, path = value[step], f"{path}[{step}]"
+        elif isinstance(value, dict) and step in value:
+            value, path = value[step], f"{path}.{step}"
+        elif isinstance(value, dict) and i == len(loc) - 1:
+            path = f"{path}.{step}"
+    return path.lstrip(".")
