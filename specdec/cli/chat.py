@@ -53,6 +53,7 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
 @options.max_tokens(
     default=_MAX_TOKENS, help="Generate at most N tokens for each answer."
 )
+@options.max_thinking_tokens()
 @options.temp()
 @options.top_p()
 @click.option(
@@ -65,6 +66,7 @@ def chat(
     config: EngineConfig,
     system_prompt: str | None,
     max_tokens: int,
+    max_thinking_tokens: int | None,
     temp: float,
     top_p: float,
     seed: int | None,
@@ -82,7 +84,11 @@ def chat(
     from ..sampling_params import SamplingParams
 
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temp, top_p=top_p, seed=seed
+        max_tokens=max_tokens,
+        max_thinking_tokens=max_thinking_tokens,
+        temperature=temp,
+        top_p=top_p,
+        seed=seed,
     )
     show_warnings(notes=not quiet)
     templates.start()

@@ -62,7 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Requests": (
         "names", "cors", "max_waiting", "max_output_tokens", "max_prompt_tokens",
-        "max_body", "request_timeout", "stop_timeout",
+        "max_body", "request_timeout", "stop_timeout", "strict",
     ),
     "Models": (
         "dtype", "adapter_path", "draft_adapter_path", "revision",
@@ -77,7 +77,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "learning_rate", "writers", "block_tokens",
     ),
     "Sampling": (
-        "min_tokens", "stop", "stop_token_ids", "top_p", "min_p", "top_k",
+        "min_tokens", "max_thinking_tokens", "stop", "stop_token_ids", "top_p", "min_p",
+        "top_k",
         "xtc_probability", "xtc_threshold", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "logit_bias", "seed", "json_schema", "regex",
         "grammar_file",
@@ -275,6 +276,7 @@ batch = partial(positive, *_BATCH, "batch_size", high=MAX_BATCH_SIZE)
 batches = partial(positive, *_BATCH, "batch_sizes", high=MAX_BATCH_SIZE, multiple=True)
 temp = partial(field, SamplingParams, "temperature", "--temp", "temp")
 top_p = partial(field, SamplingParams, "top_p")
+max_thinking_tokens = partial(field, SamplingParams, "max_thinking_tokens")
 verification = partial(field, SamplingParams, "verification")
 dtype = partial(
     click.option,
@@ -693,6 +695,7 @@ sampling = packed(
         default=DEFAULT_MAX_TOKENS, help="Generate at most N tokens for each prompt."
     ),
     field(SamplingParams, "min_tokens"),
+    max_thinking_tokens(),
     field(SamplingParams, "stop"),
     field(SamplingParams, "stop_token_ids", "--stop-token-id", "stop_token_ids"),
     temp(),

@@ -170,6 +170,15 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     help="Who shares stored prefixes: all clients, or only requests of the same client "
     "(its key or else its address, and the user that it names).",
 )
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Refuse fields that no protocol has. [default: "
+    "they are ignored, and named in a header]",
+)
+@click.option(
+    "--log-requests", is_flag=True, help="Write a line for each request that ends."
+)
 @ranks.tensor_parallel()
 @options.quiet(help="No notes, only errors.")
 def serve(
@@ -204,7 +213,7 @@ def serve(
         raise click.UsageError(
             f"--replicas and {other} are two ways to use several devices: take one"
         )
-    modules = ("starlette", "uvicorn", "prometheus_client", "httpx")
+    modules = ("starlette", "uvicorn", "prometheus_client", "httpx", "pydantic")
     check_extra("specdec serve", "server", *modules)
     server = ServerConfig(
         temperature=temp,

@@ -70,6 +70,9 @@ class ChatRequest(OpenAISampling):
         "function_call": Refused("it is deprecated: use tool_choice"),
         "grammar": Refused("use response_format"),
     }
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **OpenAISampling.elsewhere, "prompt": "messages", "input": "messages",
+    }  # fmt: skip
     messages: list[_Message] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

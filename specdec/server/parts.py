@@ -57,8 +57,11 @@ class Parts:
         self._opened = ""  # the marker before it
         self._thinking = False  # it was begun within a thought
         self._special: re.Pattern[str] | None = None
-        if hides_special and (special := tokenizer.all_special_tokens):
-            self._special = re.compile("|".join(map(re.escape, special)))
+        if hides_special:
+            added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+            special = {str(token) for token in added if token.special}
+            special |= set(tokenizer.all_special_tokens)
+            self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._blank = True  # no text since the beginning or the last call
         self._fresh = encoded.thinks  # nothing was shown since the last marker
         if encoded.begun:

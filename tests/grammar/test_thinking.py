@@ -18,7 +18,7 @@ PROMPTS: Any = [
 ]
 #: Logits that no token of the tokenizer has.
 PADDING = {token: float("-inf") for token in range(285, 320)}
-THINK = {"chat_template_config": {"think": True}}
+THINK: Any = {"chat_template_config": {"think": True}}
 
 
 def _params(**settings: Any) -> SamplingParams:

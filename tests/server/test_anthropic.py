@@ -169,6 +169,5 @@ def test_errors_have_anthropics_form(client: Any) -> None:
         client.messages.create(**given, tools=[search], tool_choice=chosen)
     with pytest.raises(anthropic.BadRequestError, match="nothing is stored") as error:
         client.messages.create(**given, extra_body={"thread": {"type": "new"}})
-    assert error.value.body["error"]["details"] == {
-        "error_code": "thread_unsupported_request"
-    }
+    body: Any = error.value.body
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}

@@ -1,0 +1,264 @@
+"""What becomes of fields: honoured, accepted, ignored with a header, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from specdec import SamplingParams, SpecDecoder
+from tests.server.harness import Running, Scripted, running, tiny_decoder
+
+USER = {"role": "user", "content": "Hello there"}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [USER], "max_tokens": 4},
+    "completions": {"prompt": "Hello", "max_tokens": 4},
+    "responses": {"input": "Hello", "max_output_tokens": 4},
+    "messages": {"model": "tiny", "messages": [USER], "max_tokens": 4},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 22]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+STRICT: Any = {
+    "type": "function",
+    "function": {"name": "f", "parameters": SCHEMA, "strict": True},
+}
+
+
+def post(server: Running, path: str, **more: Any) -> httpx.Response:
+    body = {**BODIES[path], **more}
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_fields_are_told(
+    path: str, server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A field that is dropped silently, or that ends a client's first request."""
+    caplog.set_level(logging.INFO)
+    for stream in (False, True):
+        name = f"frobnicate_{stream}_{path.replace('/', '_')}"
+        made = post(server, path, stream=stream, **{name: 1})
+        assert made.status_code == 200, made.text
+        assert made.headers["x-specdec-ignored"] == name
+        assert caplog.text.count(name) == 1
+        post(server, path, stream=stream, **{name: 1})
+        assert caplog.text.count(name) == 1
+    assert "x-specdec-ignored" not in post(server, path).headers
+    for wrong, meant in (("temprature", "temperature"), ("top_pp", "top_p")):
+        made = post(server, path, **{wrong: 1})
+        assert made.status_code == 400
+        assert f"did you mean {meant}?" in made.json()["error"]["message"]
+    for wrong in ("max_token", "max_output_token"):
+        if BODIES[path].keys() & {f"{wrong}s"}:
+            assert post(server, path, **{wrong: 1}).status_code == 400
+
+
+def test_strict_servers_refuse_unknown_fields(decoder: SpecDecoder) -> None:
+    """The switch is read by nobody, or only for some endpoints and objects."""
+    with running(decoder, strict=True) as server:
+        for path in BODIES:
+            made = post(server, path, frobnicate=1)
+            assert made.status_code == 400
+            if path != "messages":
+                assert made.json()["error"]["param"] == "frobnicate"
+                assert made.json()["error"]["code"] == "unknown_parameter"
+            assert post(server, path).status_code == 200
+        inner = [{**USER, "frobnicate": 1}]
+        made = post(server, "chat/completions", messages=inner)
+        assert made.json()["error"]["param"] == "messages[0].frobnicate"
+
+
+def test_notes_are_in_a_header(server: Running) -> None:
+    """A setting that is accepted and does nothing, or that others would refuse."""
+    made = post(server, "chat/completions", temperature=2.5, verbosity="low")
+    assert "temperature is above 2" in made.headers["x-specdec-note"]
+    assert "verbosity changes nothing" in made.headers["x-specdec-note"]
+    hosted = {"type": "web_search"}
+    made = post(server, "responses", tools=[hosted, {"type": "custom", "name": "p"}])
+    assert made.status_code == 200
+    assert made.headers["x-specdec-note"] == (
+        "tools of type custom are left out; tools of type web_search are left out"
+    )
+    for choice in ("required", {"type": "web_search"}):
+        made = post(server, "responses", tools=[hosted], tool_choice=choice)
+        assert made.status_code == 400, choice
+        assert "web_search" in made.json()["error"]["message"]
+
+
+def test_tools_without_a_form_of_calls(tmp_path: Path) -> None:
+    """``auto`` is refused, or the request goes on without a word."""
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tool = {"type": "function", "function": {"name": "f"}}
+    decoder = tiny_decoder(tmp_path, template=plain, parser=None)
+    with running(decoder) as server:
+        made = post(server, "chat/completions", tools=[tool])
+        assert made.status_code == 200
+        assert "knows no tools" in made.headers["x-specdec-note"]
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            made = post(server, "chat/completions", tools=[tool], tool_choice=choice)
+            assert made.status_code == 400
+            assert made.json()["error"]["param"] == "tool_choice"
+
+
+def test_vllm_fields(decoder: SpecDecoder, server: Running) -> None:
+    """Fields of vLLM's clients and benchmarks."""
+    (expected,) = decoder.generate([[USER]], SamplingParams(max_tokens=4, min_tokens=4))
+    made = post(server, "chat/completions", ignore_eos=True, return_token_ids=True)
+    (choice,) = made.json()["choices"]
+    assert choice["token_ids"] == list(expected.token_ids)
+    prompt = decoder.tokenizer.encode(expected.prompt, add_special_tokens=False)
+    assert choice["prompt_token_ids"] == prompt
+    made = post(
+        server,
+        "completions",
+        stream=True,
+        return_token_ids=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    chunks = [
+        json.loads(line[6:])
+        for line in made.text.splitlines()
+        if line.startswith("data: {")
+    ]
+    ids = [i for c in chunks for choice in c["choices"] for i in choice["token_ids"]]
+    (alone,) = decoder.generate(
+        ["Hello"], SamplingParams(max_tokens=4), ignore_chat_template=True
+    )
+    assert ids == list(alone.token_ids)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    for form in (
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"guided_regex": "yes|no"},
+        {"guided_grammar": 'start: "yes" | "no"'},
+    ):
+        for path in BODIES:
+            made = post(server, path, **form)
+            assert made.status_code == 200, made.text
+            assert '"yes"' in made.text or '"no"' in made.text
+    both = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
+    assert post(server, "completions", **both).status_code == 400
+
+
+def test_special_tokens_can_be_hidden(decoder: SpecDecoder) -> None:
+    """The option is accepted, and the text has them."""
+    scripted = Scripted(decoder, lambda prompt: "a<|im_end|>b")
+    scripted.size = 100  # as an engine does, which gives each token's text whole
+    with running(scripted) as server:
+        for hides, text in ((True, "ab"), (False, "a<|im_end|>b")):
+            made = post(server, "chat/completions", skip_special_tokens=hides)
+            assert made.json()["choices"][0]["message"]["content"] == text
+
+
+def test_thoughts_are_counted(decoder: SpecDecoder) -> None:
+    """Clients show ``reasoning_tokens``, and read either name of the thoughts."""
+    with running(decoder) as server:
+        asked: Any = {
+            "chat_template_kwargs": {"think": True},
+            "max_thinking_tokens": 3,
+            "max_tokens": 9,
+        }
+        made = post(server, "chat/completions", **asked).json()
+        details = made["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == 4  # and the marker
+        message = made["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"]
+        streamed = post(server, "chat/completions", stream=True, **asked).text
+        assert '"reasoning":' in streamed
+
+
+def test_prompts_that_are_too_long(server: Running) -> None:
+    """Clients look for numbers in the text, and then shorten the conversation."""
+    long = [{"role": "user", "content": "word " * 5000}]
+    for path in ("chat/completions", "messages"):
+        error = post(server, path, messages=long).json()["error"]
+        assert error["message"].startswith("prompt is too long: ")
+        assert error["message"].endswith(" tokens > 4096 maximum")
+        if path != "messages":
+            assert error["code"] == "context_length_exceeded"
+
+
+@pytest.fixture
+def openai_client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as made:
+        yield made
+
+
+def test_strict_calls_with_auto(
+    decoder: SpecDecoder, openai_client: openai.OpenAI
+) -> None:
+    """Agents send ``strict`` with ``auto``; a call has to follow the schema.
+
+    A bias makes the random model open a call, which it would not do by itself.
+    """
+    create: Any = openai_client.chat.completions.create
+    (opening,) = decoder.tokenizer.encode("<tool_call>", add_special_tokens=False)
+    forms: list[dict[str, Any]] = [{}, {"response_format": {"type": "json_object"}}]
+    for more in forms:
+        made = create(
+            model="tiny",
+            messages=[USER],
+            tools=[STRICT],
+            logit_bias={str(opening): 100},
+            parallel_tool_calls=False,
+            max_tokens=200,
+            **more,
+        ).choices[0]
+        (call,) = made.message.tool_calls
+        assert call.function.name == "f"
+        assert json.loads(call.function.arguments).keys() == {"n"}
+    answer = create(
+        model="tiny",
+        messages=[USER],
+        tools=[STRICT],
+        logit_bias={str(opening): -100},
+        response_format={"type": "json_schema",
+                         "json_schema": {"name": "x", "schema": SCHEMA}},
+    )  # fmt: skip
+    assert json.loads(answer.choices[0].message.content).keys() == {"n"}
+
+
+def test_forced_calls_follow_their_schema(openai_client: openai.OpenAI) -> None:
+    """Without ``strict``, too; a schema that cannot be compiled counts only with it."""
+    create: Any = openai_client.chat.completions.create
+    loose = {**STRICT, "function": {**STRICT["function"], "strict": False}}
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        common: Any = {"model": "tiny", "messages": [USER], "tool_choice": choice}
+        made = create(tools=[loose], max_tokens=200, **common).choices[0]
+        (call,) = made.message.tool_calls
+        assert json.loads(call.function.arguments).keys() == {"n"}
+        assert create(tools=[odd], **common).choices
+        strict = {**odd, "function": {**odd["function"], "strict": True}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(tools=[strict], **common)
+        assert refused.value.param == "tools"
+
+
+def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) -> None:
+    """A request that is not logged, or a line without its numbers."""
+    caplog.set_level(logging.INFO, "specdec.server")
+    with running(decoder, log_requests=True) as server:
+        for path in BODIES:
+            post(server, path)
+        post(server, "completions", prompt=[])
+    lines = [record.getMessage() for record in caplog.records]
+    for path in BODIES:
+        assert any(
+            line.startswith(f"/v1/{path} answered in ") and "4 generated" in line
+            for line in lines
+        ), path
+    assert any(line.startswith("/v1/completions refused (400)") for line in lines)
