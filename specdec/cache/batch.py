@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..errors import CacheError
 from .core import RowCounts
 from .functional import FunctionalCache
-from .positions import whole
+from .positions import positions_after, whole
 from .storage import Arrays, put_rows, rows_at
 
 C = TypeVar("C", bound="BatchCache")
@@ -183,6 +183,19 @@ class BatchCache(FunctionalCache):
 
         self.offset = self._memo.get("reset", (offset,), tuple(rows), emptied)
         self._uniform = self._uniform and not (rows and self._longest)
+
+    def clean(self, rows: Sequence[int], width: int) -> None:
+        """Zero the slots of the next ``width`` tokens of the given rows.
+
+        They hold tokens that were taken back. A mask hides those, but attention still
+        multiplies their values by 0, which is NaN for a value that is not finite.
+        """
+        if self.empty() or not rows:
+            return
+        taken = self.layout.slots(positions_after(self.offset, width))
+        at = (taken[..., None] == mx.arange(self.capacity)).any(axis=1)
+        which = mx.array([[row in rows] for row in range(self.batch_size)])
+        self._storage.zero(at & which)
 
     def _same_shape(self: C, others: Sequence[C]) -> None:
         """Make ``self`` and ``others`` joinable (equal layouts)."""

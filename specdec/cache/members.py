@@ -38,6 +38,7 @@ class BatchCacheList:
     resize, checkpoint = _each("resize"), _each("checkpoint")
     prepare, finalize = _each("prepare"), _each("finalize")
     filter, reset = _each("filter"), _each("reset")
+    clean = _each("clean")
 
     @property
     def offset(self) -> mx.array:

@@ -469,6 +469,9 @@ class BatchRecurrentCache(BatchCache):
         super().reset(rows)
         self._zero(rows)
 
+    def clean(self, rows: Sequence[int], width: int) -> None:
+        """Do nothing: no state is left of tokens that were taken back."""
+
     def _zero(self, rows: Sequence[int]) -> None:
         if self.empty():
             return

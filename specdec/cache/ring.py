@@ -162,6 +162,19 @@ class RingCache(BatchCache):
             self._reach = max(self._reach, other._reach)
             self._undone = max(self._undone, other._undone)
 
+    def clean(self, rows: Sequence[int], width: int) -> None:
+        """As in the base class; it counts as writing the tokens and taking them back.
+
+        Raises:
+            CacheError: ``width`` is more than the ring takes at a time.
+        """
+        longest = self._longest + width
+        self._check_write(width, longest)
+        self._reach = max(self._reach, longest)
+        if self._reach > self._slots:
+            self._undone = max(self._undone, width)
+        super().clean(rows, width)
+
     def _join(self, parts: Sequence[Self]) -> None:
         self._same_shape(parts)  # changes what the parts can undo
         filled = [p for p in parts if p.batch_size]

@@ -258,6 +258,14 @@ class Storage:
                 mx.take_along_axis(a, index, axis=2) for a in self.arrays
             )
 
+    def zero(self, at: mx.array) -> None:
+        """Zero the slots that ``at``, shape (B, capacity), boolean, marks."""
+        if self.arrays is not None:
+            self.arrays = tuple(
+                mx.where(at[:, None, :, None], mx.zeros((), a.dtype), a)
+                for a in self.arrays
+            )
+
     def row(self, row: int, slots: mx.array) -> Arrays:
         """A copy of the given slots of one row, shape (1, H, len(slots), D)."""
         assert self.arrays is not None

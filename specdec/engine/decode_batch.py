@@ -11,6 +11,7 @@ The host reads a round's tokens while the next round runs.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from .in_flight import InFlight
 from .limits import DraftLimits
 from .observer import RoundObserver
 from .pacing import Pacing
+
+log = logging.getLogger("specdec.engine")
 
 NO_TOKENS: tuple[int, ...] = ()
 
@@ -76,6 +79,10 @@ class DecodeBatch:
         self._limits = DraftLimits(
             drafter, length.max_draft_tokens, exact=backend.costs_by_token
         )
+        # Rows whose draft tokens made logits that are not finite, by number. They are
+        # not drafted for any more. After such a round comes one without a draft.
+        self._spoiled: set[int] = set()
+        self._plain_next = False
         self._backend = backend
         self._observer = observer
         self._pacing = Pacing(length, backend.peek_rows)
@@ -227,7 +234,7 @@ class DecodeBatch:
         k = self._pacing.choose(
             len(self.slots), room, left, backlog=missed, alone=alone
         )
-        return min(most, k)
+        return 0 if self._plain_next else min(most, k)
 
     @property
     def _backlog(self) -> int:
@@ -245,11 +252,21 @@ class DecodeBatch:
 
         With 0, a round is read before the next begins. That is so if a row follows a
         user's function or a grammar, which needs every token, and for drafts on a CPU,
-        where a round that turns out to be useless costs too much.
+        where a round that turns out to be useless costs too much. Recurrent states
+        cannot lose a single token, as a row must whose caches a draft has spoiled: a
+        round without a draft then waits for those with one.
         """
-        if self._rules.needs_tokens or (k and self._backend.costs_by_token):
+        at_once = self._backend.costs_by_token
+        if not k:
+            at_once = self._target.single_stays and self._drafted_in_flight
+        if self._rules.needs_tokens or at_once:
             return 0
         return LOOKAHEAD
+
+    @property
+    def _drafted_in_flight(self) -> bool:
+        """Whether a round in flight has a draft, which may spoil rows."""
+        return any(f.num_draft_tokens for f in self._in_flight)
 
     def _row_limits(self, k: int) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended."""
@@ -268,6 +285,7 @@ class DecodeBatch:
         shapes = self._new_shapes
         limits = self._row_limits(k if self._draft is not None else 0)
         k = max(0, *limits)
+        self._plain_next = self._plain_next and (k > 0 or first)
         self._observer.begun(k)
         looks = not first and self._begin_timing(k, limits)
         round_ = self._round(k, limits)
@@ -275,13 +293,18 @@ class DecodeBatch:
         proposals = self._propose(round_)
         peeked = self._peek(round_) if looks else None
         inputs, logits = self._verify(proposals)
-        decision = self._accept(round_, inputs, proposals, logits, limits)
-        self._commit(round_, decision, to_draft=not first)
+        checks = k > 0 or (not first and self._drafted_in_flight)
+        decision = self._accept(
+            round_, inputs, proposals, logits, limits, checks=checks
+        )
+        self._commit(round_, decision, to_draft=not first, checks=checks)
 
         if self._new_shapes > shapes:
             self._pacing.interrupt(new_shape=k > 0)  # rounds that waited are not timed
         rows, offset = tuple(self.slots), self._target.offset
-        return InFlight.of(rows, decision, offset, first=first, peeked=peeked)
+        return InFlight.of(
+            rows, decision, offset, first=first, checks=checks, peeked=peeked
+        )
 
     def _begin_timing(self, k: int, limits: Sequence[int]) -> bool:
         """Start the round's clock; return whether to peek at draft proposals."""
@@ -301,6 +324,10 @@ class DecodeBatch:
         if round_.given is not None:  # a drafter may ignore the tokens given
             vocab_size = round_.sampling.vocab_size
             proposals = continued(round_.given, proposals, vocab_size)
+        if self._harmless is not None:
+            newest = round_.recent[:, -1:]
+            tokens = mx.where(self._harmless, newest, proposals.tokens)
+            proposals = replace(proposals, tokens=tokens)
         return proposals
 
     def _verify(self, proposals: Proposals | None) -> tuple[mx.array, mx.array]:
@@ -320,19 +347,27 @@ class DecodeBatch:
         proposals: Proposals | None,
         logits: mx.array,
         limits: tuple[int, ...],
+        *,
+        checks: bool,
     ) -> Decision:
         """How many proposals each row keeps, and the target's token after them."""
         limit = self._limits.array(limits, self._bounds, self._committed.lengths)
-        decision = self._rules.decide(round_, inputs, proposals, logits, limit)
+        decision = self._rules.decide(
+            round_, inputs, proposals, logits, limit, checks=checks
+        )
         accepted = decision.accepted
         self._observer.built("sampling", accepted.kept, accepted.chosen)
         return decision
 
-    def _commit(self, round_: Round, decision: Decision, *, to_draft: bool) -> None:
+    def _commit(
+        self, round_: Round, decision: Decision, *, to_draft: bool, checks: bool
+    ) -> None:
         """Trim rejected tokens from both caches; note the tokens that rows gained."""
         k = round_.num_draft_tokens
         all_run = len(self.unfinished) == len(self.slots)
-        if k or not all_run or decision.errors:  # else every row keeps its one token
+        if (
+            checks or not all_run or decision.errors
+        ):  # else every row keeps its one token
             self._target.trim_per_sequence(decision.rejected, k + 1)
         if to_draft and self._draft is not None:
             accepted = replace(decision.accepted, hidden=self._target.hidden)
@@ -361,6 +396,35 @@ class DecodeBatch:
         """
         self._pacing.read(in_flight, kept)
 
+    def recover(self, round_: InFlight) -> None:
+        """Let rows go on that kept nothing, since a draft has spoiled their caches.
+
+        Args:
+            round_: the round that was read.
+        """
+        spoiled = []
+        for i, error in round_.spoiled.items():
+            request = round_.rows[i]
+            assert request is not None
+            if round_.num_draft_tokens or request.number in self._spoiled:
+                request.drafts = False
+                spoiled.append(request.number)
+            else:  # no draft has touched it
+                request.fail(error)
+        if not spoiled:
+            return
+        self._spoiled.update(spoiled)
+        self._plain_next = True
+        self._note_rows()
+        self._target.clean(
+            [i for i, s in enumerate(self.slots) if s and s.number in spoiled]
+        )
+        log.debug(
+            "draft tokens made logits of %d rows that are not finite: these rows go on "
+            "without a draft",
+            len(spoiled),
+        )
+
     def note_interruption(self) -> None:
         """Note that other work was dispatched between two rounds."""
         self._pacing.interrupt()
@@ -378,7 +442,8 @@ class DecodeBatch:
             least = most = s.length - 1
             for flying in self._in_flight:
                 if flying.has(s):
-                    least += s.finish_reason is None
+                    # A round that checks may bring a row nothing.
+                    least += s.finish_reason is None and not flying.checks
                     most += flying.num_draft_tokens + 1
             bounds.append((least, most))
         return bounds
@@ -401,6 +466,9 @@ class DecodeBatch:
         self._active = mx.array(running, mx.bool_)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
         self._clients = tuple(None if s is None else s.drafted_as for s in self.slots)
+        spoiled = [s is not None and s.number in self._spoiled for s in self.slots]
+        # Rows whose draft tokens are replaced by tokens that are known to be harmless.
+        self._harmless = mx.array(spoiled)[:, None] if any(spoiled) else None
 
     def retire(self) -> None:
         """Remove rows that have ended.

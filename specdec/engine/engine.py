@@ -457,6 +457,7 @@ class Engine:
         else:
             assert self._running is not None
             self._running.learn(round_, kept)
+            self._running.recover(round_)
             self.stats.rounds += 1
         self._observer.read(round_.num_draft_tokens, rows)
         self._retire()

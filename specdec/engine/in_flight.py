@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import mlx.core as mx
@@ -43,12 +43,19 @@ class InFlight:
         decision: the round's decision, on the device.
         peeked: the tokens that a draft would have proposed, if the round did not draft
             and peeked.
+
+        checks: a row whose logits are not finite keeps nothing.
+
+    Attributes:
+        spoiled: once read, the slots of such rows, and what is wrong.
     """
 
     rows: tuple[Request | None, ...]
     first: bool
     decision: Decision
     peeked: Proposals | None = None
+    checks: bool = False
+    spoiled: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -58,6 +65,7 @@ class InFlight:
         offset: mx.array,
         *,
         first: bool,
+        checks: bool = False,
         peeked: Proposals | None = None,
     ) -> InFlight:
         """Start computing the arrays that the host will read or the next round needs.
@@ -71,7 +79,7 @@ class InFlight:
         after = [committed.recent, committed.lengths, offset]
         looked_up = [] if peeked is None else [peeked.tokens, peeked.lengths]
         mx.async_eval(decision.packed, decision.peaks, after, looked_up)
-        return cls(rows, first, decision, peeked)
+        return cls(rows, first, decision, peeked, checks)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -95,7 +103,8 @@ class InFlight:
         """Wait for the round and give each request its tokens.
 
         Returns:
-            How many tokens each slot kept; ``None`` where no row was running.
+            How many tokens each slot kept; ``None`` where no row was running, or where
+            a row kept nothing since its logits are not finite.
         """
         packed: list[list[int]] = self.decision.packed.tolist()  # type: ignore[assignment]
         peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
@@ -107,6 +116,11 @@ class InFlight:
                 read.append(None)
                 continue
             kept, limit, *chosen = packed[i]
+            if limit < 0:
+                worst = next(p for p in peaks[i] if not p < inf)
+                self.spoiled[i] = self._complaint(worst, len(request.tokens))
+                read.append(None)
+                continue
             read.append(kept)
             valid = next((j for j in range(kept) if not isfinite(peaks[i][j])), kept)
             if self.first:
@@ -116,12 +130,14 @@ class InFlight:
                 request.commit_round(chosen[:valid], drafted, reported[i][:valid])
             at = len(request.tokens)
             if valid < kept:
-                what = _COMPLAINTS[str(peaks[i][valid])]
-                what = f"its logits {what} at token {at}"
+                what = self._complaint(peaks[i][valid], at)
                 request.fail(self.decision.errors.get(i, what))
             elif i in self.decision.errors:
                 request.fail(self.decision.errors[i])
         return read
+
+    def _complaint(self, peak: float, at: int) -> str:
+        return f"its logits {_COMPLAINTS[str(peak)]} at token {at}"
 
     def peeks(self) -> list[Peek]:
         """For each drafted row that goes on: its token, and the tokens peeked at."""

@@ -263,7 +263,9 @@ class _Call:
         if self._code in _MASKED and isinstance(kept, mx.array):
             arguments = self._masked(kept)
             whole = tape.play(0, self.width)
-            return self._layer(slots, offset, arguments, whole, lengths=kept)[1]
+            after = self._layer(slots, offset, arguments, whole, lengths=kept)[1]
+            # Masked or not, an input that is not finite may reach the states.
+            return select(kept, 1, after, slots)
         if isinstance(kept, mx.array):
             stops = list(range(1, self.width + 1))
         else:

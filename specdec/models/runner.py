@@ -15,12 +15,14 @@ import mlx.nn as nn
 
 from ..backend import BackendDefaults
 from ..cache import (
+    BatchRecurrentCache,
     CacheOptions,
     Memo,
     check_caches,
     extend_caches,
     make_batch_caches,
     maybe_quantize,
+    members,
     place_caches,
     reads_boolean_masks,
 )
@@ -282,7 +284,7 @@ class ModelRows:
         if beside is not None:
             for cache, other in zip(self._caches, beside._caches, strict=True):
                 cache.begin_like(other)
-        self._max_round = max_round
+        self._max_round, self._single_stays = max_round, options.single_stays
         #: Hidden states of the last forward, shape (B, S, D), if layers are recorded.
         self.hidden: mx.array | None = None
         #: Tokens of every row that the last prefill chunk wrote, and that all chunks
@@ -306,6 +308,12 @@ class ModelRows:
         """Tokens kept by every row, shape (B,)."""
         offset: mx.array = self._caches[0].offset
         return offset
+
+    @property
+    def single_stays(self) -> bool:
+        """Whether a token that was written alone is taken back only from ended rows."""
+        recurrent = (isinstance(c, BatchRecurrentCache) for c in members(self._caches))
+        return self._single_stays and any(recurrent)
 
     @property
     def num_rows(self) -> int:
@@ -528,6 +536,17 @@ class ModelRows:
         self._images.reset(rows)
         for cache in self._caches:
             cache.reset(rows)
+
+    def clean(self, rows: Sequence[int]) -> None:
+        """Zero what the last rounds wrote after the given rows' tokens.
+
+        This waits for the device after each layer, so that only one layer is held
+        twice.
+        """
+        width = self._max_round + self.runner.backend.pad_single_token
+        for cache in self._caches:
+            cache.clean(rows, width)
+            mx.eval(cache.state)
 
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which is not used afterwards."""

@@ -222,6 +222,8 @@ class Verifier:
         proposals: Proposals | None,
         logits: mx.array,
         limit: mx.array,
+        *,
+        checks: bool = False,
     ) -> Decision:
         """Decide what every row commits.
 
@@ -233,13 +235,19 @@ class Verifier:
             logits: the target's logits, shape (B, k + 1, V).
             limit: the most draft tokens that each row may accept, -1 for rows that
                 have ended, shape (B,), int32.
+            checks: a row with a logit that is NaN or infinity keeps nothing.
         """
         draws, proposed = round_.draws, inputs[:, 1:]
         logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
         if round_.grammar is not None:
             logits = round_.grammar.mask(logits, proposed)
-        chosen = self.sampling.choose(logits, draws)
+        peaks = logits.max(axis=-1)
         meant = None if proposals is None else proposals.lengths
+        if checks:
+            # The keys and values of a draft token may not be finite. They reach the
+            # logits of the tokens before it, as 0 times NaN.
+            limit = mx.where((peaks < inf).all(axis=-1), limit, -1)
+        chosen = self.sampling.choose(logits, draws)
         before = Committed(round_.recent, round_.lengths)
         result = CommitResult.by(self.compute, inputs, chosen, limit, meant, before)
         accepted, limit = result.accepted, result.limit
@@ -251,12 +259,16 @@ class Verifier:
                 accepted, proposed, logits, draws, limit
             )
             errors |= failed
+            peaks = logits.max(axis=-1)
         if accepted is not result.accepted:  # not equality alone has decided
             result = CommitResult.of(accepted, limit, before)
+        if checks and proposals is None:  # rows that keep nothing may go on
+            after = result.committed
+            recent = mx.where(limit[:, None] < 0, before.recent, after.recent)
+            result = replace(result, committed=replace(after, recent=recent))
         logprobs = None
         if self.num_top is not None:
             logprobs = Logprobs.of(logits, accepted.chosen, self.num_top)
-        peaks = logits.max(axis=-1)
         return Decision(**vars(result), peaks=peaks, logprobs=logprobs, errors=errors)
 
     def _by_ratio(
