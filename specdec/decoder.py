@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -676,13 +677,30 @@ def _add_those_that_can(
     return served
 
 
+class _Wired:
+    """Whose work needs resident memory now, and the limit before the first of it."""
+
+    lock = threading.Lock()
+    users = 0
+    before: int | None = None
+
+
 @contextmanager
 def wired_memory() -> Iterator[None]:
-    """Keep models resident where the device has a recommended working set (Metal)."""
-    before = maybe_set_recommended_wired_limit()
+    """Keep models resident where the device has a recommended working set (Metal).
+
+    Contexts may overlap, in one thread or in several: the limit returns to what it was
+    when the last of them ends.
+    """
+    with _Wired.lock:
+        if not _Wired.users:
+            _Wired.before = maybe_set_recommended_wired_limit()
+        _Wired.users += 1
     try:
         yield
     finally:
-        if before is not None:
-            mx.synchronize()
-            mx.set_wired_limit(before)
+        with _Wired.lock:
+            _Wired.users -= 1
+            if not _Wired.users and _Wired.before is not None:
+                mx.synchronize()
+                mx.set_wired_limit(_Wired.before)

@@ -106,7 +106,8 @@ class Request:
     ended: float | None = None
     #: Unique in this process; other sessions may use the same index.
     number: int = field(default_factory=_numbers.__next__, compare=False)
-    _shown: int = 0
+    #: Tokens that were taken, see :meth:`take`.
+    shown: int = 0
 
     @cached_property
     def end_tokens(self) -> AbstractSet[int]:
@@ -259,8 +260,8 @@ class Request:
         if self.output is not None:
             ended = self.finish_reason is not None
             text, shown = self.output.take(shown, ended=ended)
-        span = slice(self._shown, shown)
-        self._shown = max(self._shown, shown)
+        span = slice(self.shown, shown)
+        self.shown = max(self.shown, shown)
         logprobs = self.logprobs[span] if self.reports_logprobs else None
         return self.tokens[span], text, logprobs
 

@@ -23,6 +23,7 @@ from specdec import (
     SpecDecoder,
     VocabularyMismatchError,
 )
+from specdec.decoder import wired_memory
 from specdec.model_names import DraftSpec
 from specdec.models import LoadedModel
 from specdec.spec_decode import (
@@ -564,3 +565,42 @@ def test_a_prompt_that_cannot_be_served_harms_none(target: Any) -> None:
         assert found[index].token_ids == greedy(target, prompts[index], 4)
     with pytest.raises(PromptError, match="prompt 0"):
         decoder.stream(prompts, params)
+
+
+def test_wired_memory_stays_until_the_last_context_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first to end dropped the limit while others decoded; the last left it."""
+    limits = [0]
+
+    def recommend() -> int:
+        limits.append(100)
+        return limits[-2]
+
+    monkeypatch.setattr("specdec.decoder.maybe_set_recommended_wired_limit", recommend)
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    first, second = wired_memory(), wired_memory()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert limits[-1] == 100
+    second.__exit__(None, None, None)
+    assert limits == [0, 100, 0]
+    with wired_memory(), wired_memory():
+        assert limits[-1] == 100
+    assert limits == [0, 100, 0, 100, 0]
+
+
+def test_tokens_after_the_first_are_counted_however_they_are_shown(
+    tiny_model: Callable[..., Any],
+) -> None:
+    """A first token that a stop text held back was counted among those after it."""
+    decoder = SpecDecoder(loaded(tiny_model("llama")))
+    plain = decoder.generate([[5, 6, 7], [8]], max_tokens=12)
+    assert decoder.stats.decode_tokens == 22
+    stops = tuple({r.text[0] + "\1\2" for r in plain})
+    held = decoder.generate([[5, 6, 7], [8]], max_tokens=12, stop=stops)
+    assert [r.token_ids for r in held] == [r.token_ids for r in plain]
+    assert decoder.stats.decode_tokens == 22
+    decoder.generate([[5, 6, 7], [8]], max_tokens=1)
+    assert decoder.stats.decode_tokens == 0

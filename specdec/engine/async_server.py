@@ -14,7 +14,6 @@ import atexit
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from copy import copy
@@ -33,11 +32,8 @@ from ..prompts import EncodedPrompt, Encoding, Prompt
 from ..sampling_params import SamplingParams, require_params
 from ..utils.output_text import stop_texts
 from .session import Session
+from .turns import idle_streams, mine, take_stream
 
-# Streams that no thread uses. MLX keeps a thread for each stream until the process
-# ends, so streams are reused. They are found by name, as equal devices have different
-# hashes.
-_idle_streams: defaultdict[str, list[mx.Stream]] = defaultdict(list)
 # Seconds that a process waits at its end for a server that was not closed.
 _PATIENCE = 10.0
 # Seconds between two readings of the engine's load.
@@ -363,13 +359,9 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 @contextmanager
 def _stream() -> Iterator[None]:
     """Make a stream of this thread's own the default within the block."""
-    device = mx.default_device()
-    idle = _idle_streams[str(device)]
-    try:
-        stream = idle.pop()
-    except IndexError:
-        stream = mx.new_thread_unsafe_stream(device)
+    stream = take_stream(mx.default_device())
     mx.set_default_stream(stream)
+    mine.has_stream = True
     try:
         yield
     except RankError:
@@ -384,7 +376,7 @@ def _settle_stream(stream: mx.Stream) -> None:
     """Wait for a thread's work; then another thread may use its stream."""
     with suppress(Exception):  # a device's failure was reported before
         mx.synchronize(stream)
-    _idle_streams[str(stream.device)].append(stream)
+    idle_streams[str(stream.device)].append(stream)
 
 
 class Server:

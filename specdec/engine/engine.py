@@ -6,7 +6,9 @@ joins the running batch as a row, decodes round after round, and leaves at its e
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -30,6 +32,8 @@ from .in_flight import InFlight, StepOutput
 from .observer import RoundObserver
 from .rehearsal import Rehearsal
 from .scheduler import Scheduler
+
+log = logging.getLogger("specdec.engine")
 
 Models = tuple[ModelRunner, Drafter | None]
 
@@ -271,9 +275,10 @@ class Engine:
                 continue
             stats.generated_tokens += len(output.token_ids)
             stats.decode_tokens += len(output.token_ids)
+            if output.token_ids and request.shown == len(output.token_ids):
+                stats.decode_tokens -= 1  # the first token
             if request.began is None and request.tokens:
                 request.began = now
-                stats.decode_tokens -= bool(output.token_ids)
             if output.ended:
                 request.ended = now
                 stats.take_ended(request)
@@ -295,13 +300,17 @@ class Engine:
             self._running.note_interruption()
         joining.alone = self._running is None
         before = joining.prefill_tokens
-        more = next(self._joining.chunks, _DONE) is not _DONE
+        try:
+            more = next(self._joining.chunks, _DONE) is not _DONE
+            if self._running is None:
+                # Waiting bounds memory, and no round runs that it could delay.
+                mx.synchronize()
+        except Exception as error:
+            self._part(joining.unfinished, error)
+            return
         self.stats.prefill_tokens += joining.prefill_tokens - before
-        if self._running is None:
-            # Waiting bounds memory, and no round runs that it could delay.
-            mx.synchronize()
-            if mx.get_cache_memory() > self._most_reused:
-                mx.clear_cache()
+        if self._running is None and mx.get_cache_memory() > self._most_reused:
+            mx.clear_cache()
         if more and joining.unfinished:
             return
         # Done first: the generator holds caches that are about to be copied.
@@ -334,29 +343,40 @@ class Engine:
         try:
             self._begin(requests, running)
         except Exception as error:
-            self._begin_apart(requests, running, error)
+            self._part(requests, error)
 
-    def _begin_apart(
-        self, requests: list[Request], running: list[Request], error: Exception
-    ) -> None:
-        """Begin the requests one by one; those that raise an error end with it.
+    def _part(self, requests: list[Request], error: Exception) -> None:
+        """Go on after an error of joining rows: each joins alone; a single one ends.
+
+        What the rows have allocated is freed; no running row is touched.
 
         Raises:
-            Exception: ``error``, if each of them can begin alone.
+            Exception: ``error``, if the device fails at anything, or other ranks have
+                not met it.
         """
-        fit = []
-        for request in requests:
-            try:
-                self._begin([request], running)
-                fit.append(request)
-            except Exception as own:
-                self._ended_early.append(request)
-                request.fail(f"it cannot be decoded ({reason_of(own)})")
         self._joining = None
-        if len(fit) == len(requests):
+        flying = [f for f in self._in_flight if not any(map(f.has, requests))]
+        self._in_flight.clear()
+        self._in_flight.extend(flying)
+        if not self._rehearsal.alone:
             raise error
-        if fit:
-            self._begin(fit, running)
+        traceback.clear_frames(error.__traceback__)
+        mx.clear_cache()
+        try:
+            mx.eval(mx.zeros(1) + 1)
+        except Exception:
+            raise error from None
+        if len(requests) > 1:
+            log.warning(
+                "%d requests cannot join together (%s): each joins alone",
+                len(requests),
+                reason_of(error),
+            )
+            self._scheduler.part(requests)
+            return
+        for request in requests:
+            request.fail(f"it cannot be decoded ({reason_of(error)})")
+            self._ended_early.append(request)
 
     def _begin(self, requests: list[Request], running: list[Request]) -> None:
         target, drafter = self._models

@@ -40,6 +40,7 @@ class Rehearsal:
     def __init__(self, backend: BackendDefaults, *, alone: bool = True):
         #: Whether a rehearsal is needed and has not been run.
         self.due = alone and backend.new_shape_seconds > 0
+        self.alone = alone
         self._backend = backend
 
     @CompiledForwards.at_once()

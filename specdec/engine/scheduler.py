@@ -54,6 +54,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         # Those passed over when the last ones were admitted: they do not wait again.
         self._passed_over: list[Request] = []
+        # Those that join alone, by number: together they have failed.
+        self._apart: set[int] = set()
         # The requests that last did not fit together. While they are the same, they
         # need not be checked again.
         self._too_many: list[Request] = []
@@ -78,6 +80,16 @@ class Scheduler:
         """Queue a request after all that wait."""
         self._waiting.append(request)
 
+    def part(self, requests: Sequence[Request]) -> None:
+        """Put requests that were admitted back on the queue, to be admitted one by one.
+
+        Args:
+            requests: in the order in which they were admitted.
+        """
+        self._apart |= {s.number for s in requests}
+        self._waiting.extendleft(reversed(requests))
+        self._passed_over = list(requests)
+
     def ended(self) -> list[Request]:
         """Take waiting requests that have ended (cancelled, say) off the queue."""
         gone = [s for s in self._waiting if s.finish_reason is not None]
@@ -99,10 +111,12 @@ class Scheduler:
         first = list(islice(self._waiting, places + 1))
         if running and self._is_early(places, first):
             return []
-        first = first[:places]
+        alone = bool(first) and first[0].number in self._apart
+        first = first[: min(places, 1) if alone else places]
         admitted = _alike(first[: self._number_fitting(running, first)])
         if admitted:
             self._idle = 0
+            self._apart -= {s.number for s in admitted}
             taken = set(map(id, admitted))
             window = [self._waiting.popleft() for _ in first]
             self._passed_over = [s for s in window if id(s) not in taken]

@@ -24,6 +24,7 @@ from ..utils.output_text import token_text
 from .admission import Preflight
 from .engine import Engine
 from .in_flight import StepOutput
+from .turns import turns
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Session:
             for event in session.step():
                 print(event.index, event.text)
 
-    It belongs to the thread that made it, as MLX's streams do.
+    It belongs to the thread that made it, as MLX's streams do. Other threads may step
+    other sessions, of the same decoder or of another: their steps take turns.
 
     After a step that was interrupted (by Ctrl-C, or an error of the engine) it decodes
     no more: the next step reports which requests had ended, and everything after that
@@ -155,7 +157,8 @@ class Session:
 
         Otherwise the first request waits for it.
         """
-        self._engine.warm_up()
+        with turns:
+            self._engine.warm_up()
 
     def add(
         self,
@@ -286,7 +289,8 @@ class Session:
             self._engine.reported()
             return events
         self._broken = True
-        events = list(map(self._event, self._engine.step()))
+        with turns:
+            events = list(map(self._event, self._engine.step()))
         self._engine.reported()
         self._broken = False
         return events
