@@ -14,6 +14,7 @@ from specdec.cache import capacity, positions
 from specdec.cache.batch import BatchCache
 from specdec.cache.core import CacheCore
 from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule
+from specdec.cache.recurrent import BatchRecurrentCache
 from specdec.cache.ring import RingCache
 from specdec.cache.storage import Storage
 
@@ -315,3 +316,69 @@ def test_planted_faults_are_found(
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"attends to|Not equal"):
         run_many(BY_NAME[name])
+
+
+class Sums:
+    """A layer with one state, the sum of its tokens; notes where it is called again."""
+
+    logged = False
+    form = None
+
+    def __init__(self, tokens: mx.array):
+        self.layer, self.tokens, self.width = Sums, tokens, tokens.shape[1]
+        self.offsets: list[Any] = []
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (self.tokens,)
+
+    def holding(self, arrays: tuple[mx.array, ...]) -> Sums:
+        return self
+
+    def takes_in(self, before: Any, lengths: Any) -> bool:
+        return False
+
+    def run(self, slots: Any, offset: mx.array, lengths: Any) -> Any:
+        return None, self._after(slots, self.width)
+
+    def again(self, slots: Any, offset: mx.array, kept: Any) -> Any:
+        self.offsets.append(offset.tolist())
+        return self._after(slots, mx.array(kept))
+
+    def _after(self, slots: Any, kept: Any) -> list[mx.array]:
+        used = mx.arange(self.width) < mx.broadcast_to(kept, (2,))[:, None]
+        before = mx.zeros((2,)) if slots[0] is None else slots[0]
+        return [before + mx.where(used, self.tokens, 0).sum(axis=1)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_repeats_tokens_at_the_positions_they_had(compiled: bool) -> None:
+    """With the offset after the trim, layers that read positions compute others."""
+    cache = BatchRecurrentCache(2, size=1)
+    cache.write(Sums(mx.array([[1.0, 2.0], [3.0, 4.0]])))
+    cache.trim_per_sequence([0, 1])
+    cache.write(Sums(mx.array([[5.0], [6.0]])))
+    assert cache.offset.tolist() == [3, 2]
+    again = Sums(mx.array([[1.0, 10.0, 100.0], [2.0, 20.0, 200.0]]))
+    if compiled:
+        states = (*cache.arrays, *cache.arrays)
+        states = (states[0] + mx.array([111.0, 222.0]), states[1])
+        cache.take((3, [(0, again)]), (*states, again.tokens), cache.offset + 3, 3)
+    else:
+        cache.write(again)
+    cache.trim_per_sequence([1, 2])
+    assert cache.arrays[0].tolist() == [8.0 + 11.0, 9.0 + 2.0]
+    assert again.offsets == [[3, 2]]
+
+
+def test_writes_after_a_checkpoint_are_repeated_each_at_its_own_position() -> None:
+    """Several forwards are taken back together: a draft's proposals."""
+    cache = BatchRecurrentCache(2, size=1)
+    cache.write(Sums(mx.array([[1.0, 2.0], [3.0, 4.0]])))
+    cache.checkpoint()
+    writes = [Sums(mx.array([[1.0, 10.0], [2.0, 20.0]])) for _ in range(2)]
+    for write in writes:
+        cache.write(write)
+    cache.trim_per_sequence([3, 1])
+    assert cache.arrays[0].tolist() == [3.0 + 1.0, 7.0 + 22.0 + 2.0]
+    assert [write.offsets for write in writes] == [[[2, 2]], [[4, 4]]]

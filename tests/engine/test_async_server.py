@@ -713,3 +713,40 @@ def test_a_program_that_served_ends_well(how: str) -> None:
     assert len(threads) == 12
     # One that has just ended may still be listed.
     assert threads[-1] - threads[0] <= 3
+
+
+@pytest.mark.parametrize("how", ["closed", "failed"])
+def test_who_waits_for_the_tokenizer_learns_of_the_end(
+    decoder: SpecDecoder, how: str
+) -> None:
+    """Else it waits for ever, or gets tokens for a server that is gone."""
+    begun, go_on, called = threading.Event(), threading.Event(), list[int]()
+
+    def slow() -> None:
+        begun.set()
+        go_on.wait()
+
+    async def serve() -> None:
+        server = decoder.serve()
+        await server.__aenter__()
+        first = asyncio.create_task(server.tokenize(slow))
+        await asyncio.to_thread(begun.wait)
+        second = asyncio.create_task(server.tokenize(lambda: called.append(1)))
+        await asyncio.sleep(0)
+        if how == "failed":
+            server.fail(RuntimeError("stuck"))
+            with pytest.raises(ServerError, match="stuck"):
+                await asyncio.wait_for(second, 60)
+            go_on.set()
+        closing = asyncio.create_task(server.aclose())
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait_for(closing, 60)
+        with pytest.raises(ServerError):
+            await asyncio.wait_for(second, 60)
+        await asyncio.gather(first, return_exceptions=True)
+        with pytest.raises(ServerError):
+            await server.tokenize(slow)
+
+    asyncio.run(serve())
+    assert not called

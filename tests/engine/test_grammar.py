@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from specdec.grammar import Grammar, GrammarCompiler, GrammarState
@@ -424,3 +425,49 @@ def test_a_grammar_that_fails_ends_its_row_alone(
     state.commit(whole[0].tokens[:6])
     other.commit(whole[0].tokens[:6])
     assert state._matcher.compute_bitmask() == other._matcher.compute_bitmask()
+
+
+def test_masks_follow_the_proposals_that_are_verified(
+    compiler: GrammarCompiler,
+) -> None:
+    """A draft asks with other tokens first; no mask made for those may be left.
+
+    The verified proposals may leave the grammar earlier: what follows is not masked.
+    """
+    grammar = compiler.compile(Grammar.regex("a(bcd|xyz)*e"))
+    logits = mx.zeros((1, 4, VOCAB))
+
+    def tokens(text: str) -> mx.array:
+        return mx.array([TOKENIZER.encode(text, add_special_tokens=False)])
+
+    for asked in ("abc", "axy", "abx"):
+        for verified in ("abc", "axy", "qqq", "axb", "e" * 3, "abb"):
+            masks = GrammarMasks({0: grammar}, {0: ENDS}, [3], 4)
+            whole = tokens(asked)
+            for j in range(4):
+                proposed = [whole[:, i : i + 1] for i in range(j)]
+                masks.mask_next(logits[:, j : j + 1], proposed)
+            found = masks.mask(logits, tokens(verified))
+            fresh = compiler.compile(Grammar.regex("a(bcd|xyz)*e"))
+            alone = GrammarMasks({0: fresh}, {0: ENDS}, [3], 4)
+            wanted = alone.mask(logits, tokens(verified))
+            assert mx.array_equal(found, wanted).item(), (asked, verified)
+
+
+def test_an_error_of_tokens_ahead_is_gone_with_them(compiler: GrammarCompiler) -> None:
+    """Those tokens may be dropped; the row's own state has no error."""
+    state = compiler.compile(Grammar.regex("a(bcd|xyz)*e"))
+    fresh = compiler.compile(Grammar.regex("a(bcd|xyz)*e"))
+    a, b, q = (
+        TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("a", "b", "q")
+    )
+    buffers = [np.zeros(state.num_words, np.uint32) for _ in range(2)]
+    state.commit([a])
+    fresh.commit([a])
+    state.move([b, q])
+    assert state._matcher.is_error()
+    state.move([b])
+    fresh.move([b])
+    for each, buffer in zip((state, fresh), buffers, strict=True):
+        assert each.fill(buffer.ctypes.data)
+    assert (buffers[0] == buffers[1]).all()

@@ -314,3 +314,30 @@ def test_rows_that_wait_are_known_to_fit_together() -> None:
         for index in range(3):
             each.add(row(index, 4))
     assert (lonely.together(), unbounded.together()) == (1, 2)
+
+
+def test_what_did_not_fit_is_expected_once_it_may_fit() -> None:
+    """Slots were not held for requests whose memory had become free."""
+    scheduler = Scheduler(4, budget=10, cost=total)
+    for index, length in enumerate((6, 7, 1)):
+        scheduler.add(row(index, length))
+    running = scheduler.admit([])
+    assert indices(running) == [0]
+    assert (scheduler.admit(running), scheduler.expected) == ([], 0)
+    scheduler.add(row(3))
+    assert scheduler.expected == 0
+    running = scheduler.admit([])
+    assert indices(running) == [1, 3]
+    assert scheduler.expected == 1  # it was passed over, and does not lack memory
+    assert indices(scheduler.admit(running)) == [2]
+
+
+def test_requests_that_failed_together_join_one_by_one() -> None:
+    """Those after them join as usual, and nobody overtakes."""
+    scheduler = Scheduler(4)
+    for index in range(5):
+        scheduler.add(row(index))
+    first = scheduler.admit([])
+    scheduler.part(first[:3])
+    assert [indices(scheduler.admit([])) for _ in range(3)] == [[0], [1], [2]]
+    assert indices(scheduler.admit([])) == [4]
