@@ -332,6 +332,19 @@ def test_what_did_not_fit_is_expected_once_it_may_fit() -> None:
     assert indices(scheduler.admit(running)) == [2]
 
 
+def test_who_waited_behind_one_that_lacked_memory_is_expected() -> None:
+    """Once that one is cancelled, the next waits only for a row."""
+    scheduler = Scheduler(4, budget=10, cost=total)
+    rows = [row(index, length) for index, length in enumerate((6, 7, 1))]
+    for each in rows:
+        scheduler.add(each)
+    assert scheduler.admit(scheduler.admit([])) == []
+    assert scheduler.expected == 0
+    rows[1].cancel()
+    scheduler.ended()
+    assert scheduler.expected == 1
+
+
 def test_requests_that_failed_together_join_one_by_one() -> None:
     """Those after them join as usual, and nobody overtakes."""
     scheduler = Scheduler(4)
