@@ -47,7 +47,7 @@ class Poisoned(nn.Embedding):
     value = float("nan")
 
     def __call__(self, x: mx.array) -> mx.array:
-        usual = super().__call__(x)
+        usual = super().__call__(x)  # type: ignore[no-untyped-call]
         return mx.where((x == BAD)[..., None], mx.array(self.value), usual)
 
 
@@ -129,7 +129,7 @@ def test_recurrent_states_are_those_before_the_round(
     "options", [{"kv_bits": 8, "kv_group_size": 32}, {"max_kv_size": 12}]
 )
 def test_packed_caches_and_short_windows(
-    tiny_model: Callable[..., Any], options: dict[str, int], backend: BackendDefaults
+    tiny_model: Callable[..., Any], options: dict[str, Any], backend: BackendDefaults
 ) -> None:
     """Scales and biases of a packed NaN are NaN, too."""
     model = poisoned(tiny_model("llama", seed=0, head_dim=32))
@@ -283,7 +283,7 @@ def test_cleaning_touches_no_other_row_and_no_kept_token(
     found, wanted = (each.update_and_fetch(new, new) for each in (cache, other))
     if isinstance(cache, BatchQuantizedKVCache):
         found, wanted = (
-            [mx.dequantize(*part, group_size=32, bits=8) for part in each]
+            [mx.dequantize(w, s, b, group_size=32, bits=8) for w, s, b in each]
             for each in (found, wanted)
         )
     for a, b in zip(found, wanted, strict=True):
