@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -34,6 +34,34 @@ from .pacing import Pacing
 log = logging.getLogger("specdec.engine")
 
 NO_TOKENS: tuple[int, ...] = ()
+
+
+@dataclass
+class _Spoiled:
+    """Rows that are drafted for no more: their proposals made logits not finite.
+
+    Args:
+        numbers: their numbers.
+        plain_next: whether the next round has no draft, so that they get a token.
+        rows: which rows they are, shape (B, 1), boolean; ``None`` if there are none.
+    """
+
+    numbers: set[int] = field(default_factory=set)
+    plain_next: bool = False
+    rows: mx.array | None = None
+
+    def mark(self, slots: Sequence[Request | None]) -> None:
+        """Note in which slots they are."""
+        spoiled = [s is not None and s.number in self.numbers for s in slots]
+        self.rows = mx.array(spoiled)[:, None] if any(spoiled) else None
+
+    def harmless(self, round_: Round, proposals: Proposals) -> Proposals:
+        """The proposals, where these rows get a token that the target has read."""
+        if self.rows is None:
+            return proposals
+        newest = round_.recent[:, -1:]
+        tokens = mx.where(self.rows, newest, proposals.tokens)
+        return replace(proposals, tokens=tokens)
 
 
 class DecodeBatch:
@@ -79,10 +107,7 @@ class DecodeBatch:
         self._limits = DraftLimits(
             drafter, length.max_draft_tokens, exact=backend.costs_by_token
         )
-        # Rows whose draft tokens made logits that are not finite, by number. They are
-        # not drafted for any more. After such a round comes one without a draft.
-        self._spoiled: set[int] = set()
-        self._plain_next = False
+        self._spoiled = _Spoiled()
         self._backend = backend
         self._observer = observer
         self._pacing = Pacing(length, backend.peek_rows)
@@ -234,7 +259,7 @@ class DecodeBatch:
         k = self._pacing.choose(
             len(self.slots), room, left, backlog=missed, alone=alone
         )
-        return 0 if self._plain_next else min(most, k)
+        return 0 if self._spoiled.plain_next else min(most, k)
 
     @property
     def _backlog(self) -> int:
@@ -285,7 +310,7 @@ class DecodeBatch:
         shapes = self._new_shapes
         limits = self._row_limits(k if self._draft is not None else 0)
         k = max(0, *limits)
-        self._plain_next = self._plain_next and (k > 0 or first)
+        self._spoiled.plain_next = self._spoiled.plain_next and (k > 0 or first)
         self._observer.begun(k)
         looks = not first and self._begin_timing(k, limits)
         round_ = self._round(k, limits)
@@ -324,11 +349,7 @@ class DecodeBatch:
         if round_.given is not None:  # a drafter may ignore the tokens given
             vocab_size = round_.sampling.vocab_size
             proposals = continued(round_.given, proposals, vocab_size)
-        if self._harmless is not None:
-            newest = round_.recent[:, -1:]
-            tokens = mx.where(self._harmless, newest, proposals.tokens)
-            proposals = replace(proposals, tokens=tokens)
-        return proposals
+        return self._spoiled.harmless(round_, proposals)
 
     def _verify(self, proposals: Proposals | None) -> tuple[mx.array, mx.array]:
         """One forward of the target: inputs (B, k + 1) and logits (B, k + 1, V)."""
@@ -406,15 +427,15 @@ class DecodeBatch:
         for i, error in round_.spoiled.items():
             request = round_.rows[i]
             assert request is not None
-            if round_.num_draft_tokens or request.number in self._spoiled:
+            if round_.num_draft_tokens or request.number in self._spoiled.numbers:
                 request.drafts = False
                 spoiled.append(request.number)
             else:  # no draft has touched it
                 request.fail(error)
         if not spoiled:
             return
-        self._spoiled.update(spoiled)
-        self._plain_next = True
+        self._spoiled.numbers.update(spoiled)
+        self._spoiled.plain_next = True
         self._note_rows()
         self._target.clean(
             [i for i, s in enumerate(self.slots) if s and s.number in spoiled]
@@ -466,9 +487,7 @@ class DecodeBatch:
         self._active = mx.array(running, mx.bool_)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
         self._clients = tuple(None if s is None else s.drafted_as for s in self.slots)
-        spoiled = [s is not None and s.number in self._spoiled for s in self.slots]
-        # Rows whose draft tokens are replaced by tokens that are known to be harmless.
-        self._harmless = mx.array(spoiled)[:, None] if any(spoiled) else None
+        self._spoiled.mark(self.slots)
 
     def retire(self) -> None:
         """Remove rows that have ended.
