@@ -339,7 +339,7 @@ class DecodeBatch:
     def _round(self, k: int, limits: Sequence[int]) -> Round:
         committed = self._committed.within(self._rules.sampling.context_size)
         round_ = self._rules.round_of(k, committed, self._active, limits)
-        return replace(round_, target=self._target, clients=self._clients)
+        return replace(round_, target=self._target, clients=self._rules.clients)
 
     def _propose(self, round_: Round) -> Proposals | None:
         """The draft's k tokens for every row; ``None`` if k is 0."""
@@ -486,7 +486,6 @@ class DecodeBatch:
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
-        self._clients = tuple(None if s is None else s.drafted_as for s in self.slots)
         self._spoiled.mark(self.slots)
 
     def retire(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -148,6 +149,11 @@ class Verifier:
             num_top=max(asked) if asked else None,
             compute=committer(),
         )
+
+    @cached_property
+    def clients(self) -> tuple[str | None, ...]:
+        """See :attr:`~specdec.spec_decode.drafter.Round.clients`."""
+        return tuple(None if s is None else s.drafted_as for s in self.rows)
 
     @property
     def needs_probabilities(self) -> bool:
