@@ -67,6 +67,7 @@ NAVIGATION = {
         "/docs/batch-generator",
         "/docs/draft-length",
         "/docs/drafters",
+        "/docs/pairs",
     ],
     "Reference": ["/docs/cli", "/docs/api/README", "/CHANGELOG"],
     "Measure": ["/docs/benchmarks", "/benchmarks/README"],

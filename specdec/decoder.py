@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from . import backend
 from .config import EngineConfig
 from .engine.async_server import Server
+from .engine.auto_draft import choose, note_known
 from .engine.build import (
     check_alike,
     check_before_loading,
@@ -55,6 +57,8 @@ from .utils.printable import quoted
 
 # What mlx_lm.load returns: model, tokenizer, and the configuration if asked for.
 LoadedPair: TypeAlias = tuple[nn.Module, Any] | tuple[nn.Module, Any, dict[str, Any]]
+
+log = logging.getLogger("specdec.decoder")
 
 
 class SpecDecoder:
@@ -260,7 +264,8 @@ class SpecDecoder:
                 the target's own weights, quantized in memory; ``layers:0-7,22-29``:
                 just these layers of the target; ``mtp``: the target's own MTP head;
                 ``ngram``: prompt lookup; ``ngram+MODEL``: a model where no n-gram
-                matches; ``smollm2-135m-head``: the head of the default target,
+                matches; ``auto``: the target's own head, or a published draft that was
+                downloaded; ``smollm2-135m-head``: the head of the default target,
                 which comes with specdec; ``none``. ``None`` takes that draft for the
                 default target, and no draft for others.
             dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the
@@ -305,12 +310,20 @@ class SpecDecoder:
             "revision": revision,
             "ranks": ranks,
         }
+        if spec is not None and spec.automatic:
+            choice = choose(
+                name, config, dtype=dtype, trust_remote_code=trust, **origin
+            )
+            log.info("%s", choice)
+            spec = choice.spec
         check_before_loading(
             name, spec, dtype, config, trust_remote_code=trust, **origin
         )
         loaded = load(name, dtype=dtype, trust_remote_code=trust, **origin)
         if chat_template is not None:
             set_chat_template(loaded.tokenizer, chat_template)
+        if draft is None and spec is None:
+            note_known(name, loaded.config)
         drafter = load_drafter(spec, loaded, dtype=dtype, trust_remote_code=trust)
         return cls(loaded, drafter=drafter, config=config)
 

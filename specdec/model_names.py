@@ -32,11 +32,15 @@ SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
 MTP_DRAFT = "mtp"
 #: Prompt lookup.
 NGRAM_DRAFT = "ngram"
+#: A head of the target's, or a draft that is published for it.
+AUTO_DRAFT = "auto"
 
 #: Turns the default draft off.
 NO_DRAFT = "none"
 #: Every draft whose name is fixed.
-KNOWN_DRAFTS = (NO_DRAFT, DEFAULT_DRAFT, NGRAM_DRAFT, MTP_DRAFT, *SELF_DRAFTS)
+KNOWN_DRAFTS = (
+    NO_DRAFT, AUTO_DRAFT, DEFAULT_DRAFT, NGRAM_DRAFT, MTP_DRAFT, *SELF_DRAFTS,
+)  # fmt: skip
 
 LAYERS_EXAMPLE = "layers:0-7,22-29"
 
@@ -263,6 +267,8 @@ class DraftSpec:
             ConfigError: the name cannot be taken apart.
         """
         first, plus, rest = name.partition("+")
+        if name == AUTO_DRAFT:
+            return cls(name, False, None)
         if first.partition(":")[0] != "ngram":
             return cls(name, False, ModelDraft.parse(name))
         if first != NGRAM_DRAFT:
@@ -270,7 +276,7 @@ class DraftSpec:
                 f"draft {quoted(name)} is not known: use ngram or ngram+MODEL"
             )
         model = ModelDraft.parse(rest) if plus else None
-        nothing = rest in ("", NO_DRAFT)
+        nothing = rest in ("", NO_DRAFT, AUTO_DRAFT)
         if plus and (nothing or DraftSpec.parse(rest).ngram):
             wrong = "no model after the +" if nothing else "n-grams after the +, too"
             raise ConfigError(
@@ -278,6 +284,11 @@ class DraftSpec:
                 f"a folder, a .gguf file, a hub id, self:4bit or {LAYERS_EXAMPLE}"
             )
         return cls(name, True, model)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the draft is still to be chosen."""
+        return self.name == AUTO_DRAFT
 
     def with_adapter(self, path: str | os.PathLike[str]) -> DraftSpec:
         """A copy with a LoRA adapter on its model.
@@ -303,7 +314,8 @@ class DraftSpec:
         if model is None or model.of_target:
             return
         alone = "+" not in self.name  # few of these can follow a plus sign
-        others = [NGRAM_DRAFT, "self:4bit", MTP_DRAFT, NO_DRAFT] if alone else []
+        others = [AUTO_DRAFT, NGRAM_DRAFT, "self:4bit", MTP_DRAFT, NO_DRAFT]
+        others = others if alone else []
         check_model_name(model.source, meant=_meant(model.name), others=others)
 
 

@@ -235,7 +235,7 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
         ("NGRAM", "did you mean ngram"),
         ("smollm2-135m", "did you mean smollm2-135m-head"),
         ("ngram+no-such-model", r"no model at no-such-model: .*\(owner/name\)$"),
-        ("no-1.5b", r"\(owner/name\), or one of ngram, self:4bit, mtp, none$"),
+        ("no-1.5b", r"\(owner/name\), or one of auto, ngram, self:4bit, mtp, none$"),
         (
             "./no/such",
             r"at ./no/such: there is no such folder: check the path$",

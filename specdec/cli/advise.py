@@ -70,10 +70,15 @@ def advise(
 ) -> None:
     """Decode a few prompts, time forwards, and predict the speed-up of drafting.
 
+    Without --draft, the draft is that of --draft auto.
+
     \b
       specdec advise --prompts questions.jsonl
+      specdec advise --target Qwen/Qwen3-4B --prompts questions.jsonl
       specdec advise --target MODEL --draft MODEL --prompts questions.jsonl
     """  # noqa: D301 - click's mark for lines to keep
+    if models.spec is None and models.draft is None:
+        models = models.automatic()
     if models.spec is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
     records = read_records(file)[:num_prompts]

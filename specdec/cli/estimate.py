@@ -78,13 +78,14 @@ def estimate(
     from ..models.model_outline import check_tokenizers, outline, outline_draft
     from ..spec_decode.factory import ngram_of
 
-    target_outline = outline(
-        target_name(models.target),
-        dtype=loading["dtype"],
-        trust_remote_code=loading["trust_remote_code"],
-        adapter_path=loading.get("adapter_path"),
-        revision=loading.get("revision"),
-    )
+    of_target = {k: v for k, v in loading.items() if k != "draft_adapter_path"}
+    if spec is not None and spec.automatic:
+        from ..engine.auto_draft import choose
+
+        choice = choose(target_name(models.target), config, **of_target)
+        note(str(choice))
+        spec = choice.spec
+    target_outline = outline(target_name(models.target), **of_target)
     own_context = context_length(target_outline.config)
     if own_context is not None and context is not None and context > own_context:
         # A run refuses longer prompts and ends rows there: such rows never exist.

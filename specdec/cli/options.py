@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from typing import (
     Any,
@@ -34,10 +34,12 @@ from ..config import (
 from ..errors import ConfigError
 from ..grammar import Grammar, check_grammar
 from ..model_names import (
+    AUTO_DRAFT,
     DEFAULT_DRAFT,
     DEFAULT_TARGET,
     DraftSpec,
     draft_for,
+    named_draft,
     short,
     target_name,
 )
@@ -65,7 +67,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_body", "request_timeout", "stop_timeout", "strict",
     ),
     "Models": (
-        "dtype", "adapter_path", "draft_adapter_path", "revision",
+        "dtype", "adapter_path", "draft_adapter_path", "revision", "may_download",
         "trust_remote_code", "tensor_parallel", "system_prompt", "prefill_response",
         "chat_template", "chat_template_config", "ignore_chat_template",
         "begin_with", "kind", "form", "block_size", "layers", "widen", "bits",
@@ -401,6 +403,7 @@ class Models:
     Args:
         target, draft: their names, as given.
         spec: the parsed draft; ``None``: no draft.
+        may_download: whether ``--draft auto`` may download without asking.
         loading: further arguments of ``SpecDecoder.from_pretrained``.
     """
 
@@ -408,13 +411,21 @@ class Models:
     draft: str | None
     spec: DraftSpec | None
     loading: dict[str, Any]
+    may_download: bool = False
 
     def __str__(self) -> str:
         with_draft = "" if self.spec is None else f" with {short(self.spec.name)}"
         return f"{short(target_name(self.target))}{with_draft}"
 
     def arguments(self, config: EngineConfig) -> dict[str, Any]:
-        """All arguments of ``SpecDecoder.from_pretrained``."""
+        """All arguments of ``SpecDecoder.from_pretrained``.
+
+        With ``--draft auto``, a draft may be downloaded now.
+        """
+        if self.spec is not None and self.spec.automatic:
+            from .auto_draft import offer
+
+            offer(self, config)
         names = {"target": self.target, "draft": self.draft}
         return {**self.loading, **names, "config": config}
 
@@ -426,6 +437,7 @@ class Models:
         dtype: str | None,
         *,
         trust_remote_code: bool,
+        may_download: bool,
         **origins: str | None,
     ) -> Models:
         """Parse the models that the options name; nothing is loaded.
@@ -447,7 +459,11 @@ class Models:
                 what = "branch, tag or commit" if name == "revision" else "folder"
                 raise click.UsageError(f"{dashed(name)} is empty: name a {what}")
         loading = {"dtype": dtype, "trust_remote_code": trust_remote_code, **found}
-        return cls(target, draft, spec, loading)
+        return cls(target, draft, spec, loading, may_download)
+
+    def automatic(self) -> Models:
+        """The same with the draft that ``--draft auto`` would take."""
+        return replace(self, draft=AUTO_DRAFT, spec=named_draft(AUTO_DRAFT))
 
 
 def _check_no_draft(draft: str | None) -> None:
@@ -503,6 +519,12 @@ def models(
             metavar="NAME",
             help="Branch, tag or commit, for a target from the hub. [default: the "
             "newest]",
+        ),
+        click.option(
+            "--yes",
+            "may_download",
+            is_flag=True,
+            help="With --draft auto: download a draft without asking.",
         ),
         trust_remote_code(),
     )

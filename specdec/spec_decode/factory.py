@@ -109,8 +109,14 @@ class NamedDrafter:
         """Load what a draft needs.
 
         Raises:
+            ConfigError: the draft is ``auto``.
             ConfigError, ModelError: see :func:`specdec.models.load_draft`.
         """
+        if spec.automatic:
+            raise ConfigError(
+                "draft 'auto' is chosen when a target is loaded by its name: name the "
+                "draft, or use SpecDecoder.from_pretrained"
+            )
         model = None
         if spec.model is not None:
             model = load_draft(
