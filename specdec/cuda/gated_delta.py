@@ -1,10 +1,11 @@
-"""Computes gated delta networks of few tokens by one CUDA kernel.
+"""Computes gated delta networks by one CUDA kernel.
 
 Between its projections, such a layer (Qwen3-Next, Qwen3.5) is a short convolution, the
 norms of queries and keys, two gates, the delta rule token by token, and a gated norm:
 some thirty operations, six more for every token. MLX's CUDA backend launches each of
-them. The kernel is one launch. It first repeats the previous round for the tokens that
-each row has kept of it, so that a verification includes the rollback.
+them. The kernel is one launch, for a token or a part of a prompt. It first repeats the
+previous round for the tokens that each row has kept of it, so that a verification
+includes the rollback.
 
 Every token's arithmetic is the same whatever else is in a launch: a row has the bits
 that one token at a time gives.
@@ -25,13 +26,15 @@ from . import gated_delta_source as text
 from .kernels import cuda_kernel
 from .proofs import holds
 
-# Limits of the kernel: up to MOST_TOKENS tokens of a row, heads up to these sizes. Each
+# Limits of the kernel: heads up to these sizes. Each
 # block computes a head of values. LANES threads share ROWS rows of its state, in
 # registers: a key that is read from shared memory serves all of these rows. Such small
 # blocks have enough registers for that, two blocks at a time. A block handles up to
 # TILE tokens at a time, and its convolution loads the inputs of FEW.
-MOST_TOKENS, LANES, ROWS, TILE, FEW = 16, 8, 4, 16, 4
+LANES, ROWS, TILE, FEW = 8, 4, 16, 4
 MOST_KEY_SIZE, MOST_VALUE_SIZE = 192, 128
+# Indices of a row's inputs are whole numbers of 32 bits.
+MOST_INPUTS = 2**31 - 2**20
 _TYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 
@@ -144,15 +147,18 @@ class Found(NamedTuple):
 
 
 @cache
-def _kernel(name: str, eps: float, again: bool) -> Any:
+def _kernel(name: str, eps: float, again: bool, ragged: bool) -> Any:
     source = text.SOURCE.replace("@EPS@", f"{eps!r}")
     source = source.replace("@KEPT@", text.KEPT if again else "const int kept = 0;")
+    source = source.replace("@OWN@", text.OWN if ragged else text.ALL)
     source = source.replace("@GATES@", text.NOTED if again else "")
     source = source.replace("@MIDDLE@", text.MIDDLE if again else "")
     inputs: tuple[str, ...] = (*Inputs._fields, *Weights._fields, "taped", "state")
     outputs: tuple[str, ...] = ("y", "joined", "gates", "after")
     if again:
         inputs, outputs = (*inputs, "noted", "kept_of"), (*outputs, "middle")
+    if ragged:
+        inputs = (*inputs, "lengths")
     return cuda_kernel(name, source, inputs, outputs, copies_views=False)
 
 
@@ -163,6 +169,7 @@ def scan(
     past: mx.array | Log,
     state: mx.array,
     kept: mx.array | None = None,
+    lengths: mx.array | None = None,
 ) -> Found:
     """Process the tokens of every row, after those kept of the previous call.
 
@@ -171,6 +178,8 @@ def scan(
         state: the state before this call, or with a log before the previous call; shape
             (B, HV, DV, DK), float32.
         kept: with a log, how many of its tokens each row has kept, shape (B,), int32.
+        lengths: how many of the tokens are a row's own, shape (B,), int32; ``None``:
+            all. Outputs of the others are 0; the log has nothing of them.
     """
     rows, tokens = inputs.x.shape[:2]
     again = isinstance(past, Log)
@@ -189,9 +198,12 @@ def scan(
         arrays += [past.gates, kept]
         shapes.append(state.shape)
         dtypes.append(mx.float32)
+    if lengths is not None:
+        arrays.append(lengths)
     threads = form.value_size // ROWS * LANES
     a_log, dt_bias, norm = form.types
-    found = _kernel("gated_delta_again" if again else "gated_delta", form.eps, again)(
+    name = "gated_delta" + again * "_again" + (lengths is not None) * "_ragged"
+    found = _kernel(name, form.eps, again, lengths is not None)(
         inputs=arrays,
         template=[
             ("T", form.dtype),
@@ -240,8 +252,15 @@ def reference(
     past: mx.array | Log,
     state: mx.array,
     kept: mx.array | None = None,
+    lengths: mx.array | None = None,
+    *,
+    rule: Callable[..., tuple[mx.array, mx.array]] = gated_delta.gated_delta_ops,
 ) -> Found:
-    """Compute what :func:`scan` computes, by mlx-lm's operations."""
+    """Compute what :func:`scan` computes, by mlx-lm's operations.
+
+    Args:
+        rule: computes the delta rule, as ``gated_delta_ops`` does.
+    """
     new, z, b, a = _in_order(form, inputs)
     if not isinstance(past, Log):
         window = past
@@ -259,9 +278,14 @@ def reference(
     decay = gated_delta.compute_g(weights.a_log, a, weights.dt_bias)
     beta = mx.sigmoid(b)
     q, k, v = _convolved(form, weights, joined)
-    found, after = gated_delta.gated_delta_ops(q, k, v, decay, beta, state)
+    valid = None
+    if lengths is not None:
+        valid = mx.arange(new.shape[1]) < lengths[:, None]
+    found, after = rule(q, k, v, decay, beta, state, valid)
     normed = mx.fast.rms_norm(found, weights.norm, form.eps)
     y = qwen3_next.precise_swiglu(found, z, normed).reshape(*new.shape[:2], -1)
+    if valid is not None:
+        y = mx.where(valid[..., None], y, 0)
     gates = mx.stack([decay, beta.astype(mx.float32)], axis=-1)
     return Found(y, state, after, Log(joined, gates))
 
@@ -353,7 +377,7 @@ def takes(form: Form | None, hidden: mx.array, tokens: int) -> bool:
     return (
         form is not None
         and _proven.get(form, False)
-        and 0 < tokens <= MOST_TOKENS
+        and 0 < tokens <= MOST_INPUTS // form.channels
         and hidden.dtype == form.dtype
     )
 
@@ -404,7 +428,7 @@ def drawn(
 
 
 def _agrees(form: Form) -> bool:
-    """Whether a round, and a round after it, agree with the reference."""
+    """Whether rounds, and a prompt of rows of any length, agree with the reference."""
     kept = mx.array([3, 0, 1])
     weights, first, window, state = drawn(form, 3, 3)
     second = drawn(form, 3, 2, seed=1)[1]
@@ -414,13 +438,30 @@ def _agrees(form: Form) -> bool:
     wanted = reference(form, weights, second, began.log, state, kept)
     found = scan(form, weights, first, window, state)
     ended = scan(form, weights, second, found.log, state, kept)
-    return alike(form, found, began) and alike(form, ended, wanted)
+    prompt = (
+        drawn(form, 3, TILE + 4, seed=2)[1],
+        window,
+        state,
+        None,
+        mx.array([20, 7, 0]),
+    )
+    prompts = (how(form, weights, *prompt) for how in (scan, reference))
+    return (
+        alike(form, found, began)
+        and alike(form, ended, wanted)
+        and alike(form, *prompts, log=False)
+    )
 
 
-def alike(form: Form, found: Found, wanted: Found) -> bool:
-    """Whether two results differ by no more than their numbers' rounding."""
+def alike(form: Form, found: Found, wanted: Found, *, log: bool = True) -> bool:
+    """Whether two results differ by no more than their numbers' rounding.
+
+    Args:
+        log: compare what repeating the call needs, too.
+    """
     most = 1e-4 if form.dtype == mx.float32 else 0.03
-    both = zip((*found[:3], *found.log), (*wanted[:3], *wanted.log), strict=True)
+    logs = [(*each.log,) if log else () for each in (found, wanted)]
+    both = zip((*found[:3], *logs[0]), (*wanted[:3], *logs[1]), strict=True)
     for one, other in both:
         exact = other.astype(mx.float32)
         off = mx.abs(one.astype(mx.float32) - exact).max()

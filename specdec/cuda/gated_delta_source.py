@@ -30,7 +30,8 @@ SOURCE = """
   };
 
   @KEPT@
-  const int total = kept + S;
+  @OWN@
+  const int total = kept + own_tokens;
 
   // This thread's numbers of its rows of the state: each LANES-th four.
   float4 held[ROWS][FOURS];
@@ -227,7 +228,13 @@ SOURCE = """
     }
   }
   write(after);
+  // Padding: outputs that are read as little, but must not be NaN.
+  for (int i = own_tokens * Dv + threadIdx.x; i < S * Dv; i += THREADS)
+    y[((row * S + i / Dv) * HV + head) * Dv + i % Dv] = static_cast<T>(0.0f);
 """
+# How many of its tokens are a row's own; the rest is padding.
+ALL = "const int own_tokens = S;"
+OWN = "const int own_tokens = max(0, min(lengths[row * lengths_strides[0]], S));"
 # For a previous round: how many of its tokens the row has kept, the gates of a kept
 # token, and what is written after the last kept token.
 KEPT = """

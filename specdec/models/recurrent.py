@@ -5,8 +5,8 @@ and writes an ``ArraysCache``. A forward that is built but not computed shows wh
 modules do, and what states they keep. A twin of the model shares its weights; in it,
 each recurrent layer has a subclass that hands its calls to the cache. The cache repeats
 a call on the same inputs for the tokens that a row has kept. mlx-lm's code computes all
-of it, with the states in an ``ArraysCache``. Only gated delta layers on CUDA have their
-own kernel.
+of it, with the states in an ``ArraysCache``. Only gated delta layers have their own
+kernel on CUDA, and on a CPU products of matrices for prompts.
 
 Projections and convolutions do not depend on what a row keeps. Their outputs are
 taped, so that repeating a call computes only the recurrence.
@@ -20,19 +20,23 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
+from ..backend import defaults
 from ..cache import BatchCacheList, BatchRecurrentCache
 from ..cache.recurrent import Kept, Slots, Write, select
 from ..cuda import gated_delta
 from ..cuda.modules import as_kind
+from .chunked_delta import gated_delta_chunks
 from .layers import calling
 
+# Tokens that a CPU computes one by one, as in a round: chunks round otherwise.
+LOOPED = 16
 # More tokens than a window of any convolution has.
 _PROBE = 16
 
@@ -364,7 +368,8 @@ class _Scan(_Call):
     """A call of a gated delta layer, run by our kernel if the kernel supports it.
 
     The call then holds only the kernel's log. The first state of such a layer is the
-    window, the second is the delta rule's state.
+    window, the second is the delta rule's state. On a CPU, more than ``LOOPED`` tokens
+    are computed in chunks.
     """
 
     def __init__(self, layer: Any, arguments: dict[str, Any], states: _States):
@@ -372,23 +377,25 @@ class _Scan(_Call):
         self._kernel = gated_delta.form_of(layer)
         self._log: gated_delta.Log | None = None
 
-    def _taken(self, lengths: Sequence[int]) -> bool:
-        """Whether the kernel supports these lengths."""
-        return (
-            len(set(lengths)) == 1
-            and gated_delta.takes(
-                self._kernel, self._arguments["inputs"], max(lengths, default=0)
-            )
-            and self._states.blank[1][1] == mx.float32
-        )
+    def _how(self, lengths: Sequence[int]) -> Callable[..., gated_delta.Found] | None:
+        """What computes these lengths; ``None``: mlx-lm's layer."""
+        tokens = max(lengths, default=0)
+        if self._states.blank[1][1] != mx.float32:
+            return None
+        if gated_delta.takes(self._kernel, self._arguments["inputs"], tokens):
+            return gated_delta.scan
+        if self._kernel is not None and tokens > LOOPED and defaults().name == "cpu":
+            return partial(gated_delta.reference, rule=gated_delta_chunks)
+        return None
 
     def _run(
         self, slots: Slots, offset: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots]:
-        if not self._taken(lengths):
+        how = self._how(lengths)
+        if how is None:
             return super()._run(slots, offset, lengths)
         window, state = self._begun(slots)
-        output, _, after = self._scanned(window, state, None, lengths[0])
+        output, _, after = self._scanned(how, window, state, None, lengths)
         return output, after
 
     @property
@@ -400,14 +407,15 @@ class _Scan(_Call):
             isinstance(before, _Scan)
             and before.logged
             and before.layer is self.layer
-            and self._taken(lengths)
+            and len(set(lengths)) == 1
+            and self._how(lengths) is gated_delta.scan
         )
 
     def run_after(
         self, before: Any, slots: Slots, kept: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots, Slots]:
         state = self._begun(slots)[1]
-        return self._scanned(before._log, state, kept, lengths[0])
+        return self._scanned(gated_delta.scan, before._log, state, kept, lengths)
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
         if self._log is None or self._kernel is None:
@@ -426,29 +434,43 @@ class _Scan(_Call):
 
     def _scanned(
         self,
+        how: Callable[..., gated_delta.Found],
         past: mx.array | gated_delta.Log,
         state: mx.array,
         kept: mx.array | None,
-        tokens: int,
+        lengths: Sequence[int],
     ) -> tuple[Any, Slots, Slots]:
-        """The output for the first ``tokens``; the states before and after them."""
+        """The output for each row's tokens; the states before and after them."""
         layer, width, form = self.layer, self.width, self._kernel
         assert form is not None
+        tokens = max(lengths)
         hidden = self._arguments["inputs"][:, :tokens]
         inputs = gated_delta.projected(layer, hidden)
         weights = gated_delta.weights_of(layer)
-        found = gated_delta.scan(form, weights, inputs, past, state, kept)
+        ragged = mx.array(list(lengths)) if len(set(lengths)) > 1 else None
+        found = how(form, weights, inputs, past, state, kept, ragged)
         output = layer.out_proj(found.y)
         group = getattr(layer, "sharding_group", None)
         if group is not None:
             output = mx.distributed.all_sum(output, group=group)
         if tokens < width:
             output = _widened(output, tokens, width)
-        self._log, self._arguments, self.width = found.log, {}, tokens
-        self._cache = None
-        joined = found.log.joined
-        before: Slots = [joined[:, : form.kernel_size - 1], found.before]
-        return output, before, [joined[:, tokens:], found.after]
+        if how is gated_delta.scan:
+            self._log, self._arguments = found.log, {}
+        else:
+            self._arguments = self._part(0, tokens, width)
+        self._cache, self.width = None, tokens
+        joined, size = found.log.joined, form.kernel_size - 1
+        before: Slots = [joined[:, :size], found.before]
+        if ragged is None:
+            return output, before, [joined[:, tokens:], found.after]
+        # A row without tokens has no part in the joined inputs. Prompts begin with a
+        # window, not with a log.
+        assert isinstance(past, mx.array)
+        places = (ragged[:, None] + mx.arange(size))[..., None]
+        after = mx.take_along_axis(joined, places, axis=1)
+        after = mx.where((ragged > 0)[:, None, None], after, past)
+        return output, before, [after, found.after]
 
     @property
     def form(self) -> Hashable:

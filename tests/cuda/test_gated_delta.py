@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.gated_delta import compute_g, gated_delta_update
 
 from specdec.cuda import gated_delta, gated_delta_source, kernels
 from specdec.cuda.gated_delta import Form, Found, Inputs, Log
 from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
+from tests.models.test_chunked_delta import loop
 
 PLAIN = Form(
     dtype=mx.float32,
@@ -97,7 +99,111 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it() -> None:
         assert mx.array_equal(ours.after[row], held[0])
 
 
+#: Lengths of prompts around the kernel's tiles.
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kernels")
+def test_a_prompt_has_the_same_bits_in_any_parts() -> None:
+    """Rows of any length beside each other, in one launch or in steps of 7 and 64.
+
+    The bits of a row depend neither on the step, nor on the rows beside it, nor on
+    where a stored prefix ends.
+    """
+    tokens, rows = max(LENGTHS), len(LENGTHS)
+    form = replace(PLAIN, key_heads=1)
+    weights, inputs, window, state = gated_delta.drawn(form, rows, tokens)
+    whole = gated_delta.scan(
+        form, weights, inputs, window, state, None, mx.array(LENGTHS)
+    )
+    for row, length in enumerate(LENGTHS):
+        assert not mx.any(whole.y[row, length:]).item()
+        past, held, each = window[row : row + 1], state[row : row + 1], []
+        step = 7 if row % 2 else 64
+        for begin in range(0, length, step):
+            stop = min(length, begin + step)
+            part = Inputs(*(a[row : row + 1, begin:stop] for a in inputs))
+            found = gated_delta.scan(form, weights, part, past, held)
+            past, held = found.log.joined[:, stop - begin :], found.after
+            each.append(found.y)
+        joined = whole.log.joined[row, length : length + form.kernel_size - 1]
+        assert mx.array_equal(mx.concatenate(each, axis=1)[0], whole.y[row, :length])
+        assert mx.array_equal(past[0], joined)
+        assert mx.array_equal(held[0], whole.after[row])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("form", [PLAIN, HALF])
+def test_prompts_by_the_kernel(form: Form) -> None:
+    """Of more than two tiles, with rows that are shorter, and one without tokens."""
+    weights, inputs, window, state = gated_delta.drawn(form, 4, 37)
+    given = form, weights, inputs, window, state, None, mx.array([37, 16, 0, 21])
+    found, wanted = gated_delta.scan(*given), gated_delta.reference(*given)
+    assert gated_delta.alike(form, found, wanted, log=False)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("alike", [0.0, 0.8, 0.99, 1.0])
+def test_a_prompt_is_the_rule_in_float64(alike: float) -> None:
+    """With keys as alike as in real text, gates 0 and 1 among others, and beta to 1."""
+    weights, inputs, window, state = gated_delta.drawn(PLAIN, 2, 129)
+    first = inputs.x[:, :1]
+    a = mx.where(mx.random.uniform(shape=inputs.a.shape) < 0.2, 1e4, inputs.a)
+    a = mx.where(mx.random.uniform(shape=a.shape) < 0.2, -1e4, a)
+    inputs = inputs._replace(x=alike * first + (1 - alike) * inputs.x, a=a)
+    given = PLAIN, weights, inputs, window, state
+    q, k, v = gated_delta._convolved(
+        PLAIN, weights, mx.concatenate([window, inputs.x], axis=1)
+    )
+    decay = compute_g(weights.a_log, a, weights.dt_bias)
+    assert mx.any(decay == 0).item()
+    assert mx.any(decay == 1).item()
+    rule = q, k, v, decay, mx.sigmoid(inputs.b), state
+    y, after = loop(*(np.array(each, dtype=float) for each in rule))
+
+    def exact(*_: mx.array) -> tuple[mx.array, mx.array]:
+        return mx.array(y.astype(np.float32)), mx.array(after.astype(np.float32))
+
+    wanted = gated_delta.reference(*given, rule=exact)
+    assert gated_delta.alike(PLAIN, gated_delta.scan(*given), wanted)
+
+
 SYNC = "__syncthreads();\n"
+PADDED = {
+    "another row's length": ("OWN", "lengths[row *", "lengths[0 *"),
+    "padding counts": ("SOURCE", "kept + own_tokens;", "kept + S;"),
+    "padding is left": ("SOURCE", "i < S * Dv", "i < 0"),
+    "padding of another head": ("SOURCE", "head) * Dv + i %", "group) * Dv + i %"),
+    "the state is not carried": ("SOURCE", "write(after);", "if (S < 9) write(after);"),
+    "decays in another order": ("SOURCE", "decays[thr", "decays[count - 1 - thr"),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("form", [PLAIN, HALF])
+def test_the_proof_holds(form: Form) -> None:
+    """A proof that no kernel passes leaves every prompt to the loop."""
+    assert gated_delta._agrees(form)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", PADDED)
+def test_faults_with_padding_are_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what proves the kernel before it is used, too."""
+    plant(monkeypatch, gated_delta_source, *PADDED[name])
+    try:
+        assert not gated_delta._agrees(PLAIN)
+    except KernelFault:
+        return
+
+
 FAULTS = {
     "another row's count": ("KEPT", "kept_of[row *", "kept_of[0 *"),
     "gates of another head": ("NOTED", "HV + head", "HV + group"),

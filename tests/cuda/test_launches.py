@@ -182,7 +182,13 @@ def test_a_round_launches_no_more(
 
 
 def scanned_at_once(
-    form: Any, weights: Any, inputs: Any, past: Any, state: mx.array, kept: Any = None
+    form: Any,
+    weights: Any,
+    inputs: Any,
+    past: Any,
+    state: mx.array,
+    kept: Any = None,
+    lengths: Any = None,
 ) -> gated_delta.Found:
     """In the place of a kernel, one operation that takes all its inputs."""
     rows, tokens = inputs.x.shape[:2]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +29,8 @@ from specdec.cuda import gated_delta
 from specdec.cuda.modules import as_kind
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
+from specdec.models import recurrent
+from specdec.models.chunked_delta import gated_delta_chunks
 from specdec.models.compiled import CompiledForwards
 from specdec.models.recurrent import with_recurrent_rows
 from specdec.models.runner import ModelRunner
@@ -37,6 +40,7 @@ from specdec.spec_decode import Drafter
 from specdec.spec_decode.ngram import NgramDrafter
 
 from ..plain import AT_ONCE, BACKENDS, BEHIND, exact, greedy, run_rows
+from ..prefix_cache.harness import decode, memory_store
 from .architectures import VOCABULARY, Guesses, build
 
 FAMILIES = (
@@ -124,13 +128,28 @@ def left_to_the_kernel(
     calls: list[bool] = []
 
     def scan(
-        form: Any, weights: Any, inputs: Any, past: Any, state: Any, kept: Any = None
+        form: Any,
+        weights: Any,
+        inputs: Any,
+        past: Any,
+        state: Any,
+        kept: Any = None,
+        lengths: Any = None,
     ) -> gated_delta.Found:
         calls.append(kept is not None)
         given = {"past": past, "state": state, "kept": kept}
         if kept is not None:
             given |= {name: change(given[name]) for name, change in changes.items()}
-        return gated_delta.reference(form, weights, inputs, **given)
+        found = gated_delta.reference(form, weights, inputs, **given, lengths=lengths)
+        if lengths is None:
+            return found
+        # The kernel writes nothing there.
+        joined, window = found.log.joined, form.kernel_size - 1
+        own = (
+            mx.arange(joined.shape[1]) < mx.where(lengths, lengths + window, 0)[:, None]
+        )
+        joined = mx.where(own[..., None], joined, float("nan"))
+        return found._replace(log=found.log._replace(joined=joined))
 
     forms = [gated_delta.form_of(layer) for _, layer in model_of(arch).named_modules()]
     patch.setattr(gated_delta, "scan", scan)
@@ -147,6 +166,41 @@ def drafter_of(arch: str, name: str) -> dict[str, Any]:
     texts = [[*p, *w] for p, w in zip(PROMPTS, wanted_of(arch), strict=True)]
     own: Drafter = Guesses(texts) if name == "wrong" else NgramDrafter()
     return {"draft": None, "drafter": own}
+
+
+#: Prompts around the borders of chunks, of tiles and of what is looped over.
+BORDERS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+
+
+@pytest.mark.parametrize("how", ["chunks", "kernel"])
+@pytest.mark.parametrize("step", [7, 64, 512])
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_next"])
+def test_prompts_of_all_lengths(
+    arch: str, step: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged rows that join, and prompts whose beginnings are stored, as mlx-lm alone.
+
+    Padding that counts, a window of another length, or a state of another row.
+    """
+    calls = left_to_the_kernel(monkeypatch, arch) if how == "kernel" else []
+    chunks = mock.Mock(wraps=gated_delta_chunks)
+    monkeypatch.setattr(recurrent, "gated_delta_chunks", chunks)
+    text = [(3 * j + j * j // 5) % VOCABULARY for j in range(max(BORDERS))]
+    prompts = [text[:n] for n in BORDERS] + [text[:70] + [5] * 50]
+    wanted = [greedy(model_of(arch), prompt, 4) for prompt in prompts]
+    tokens, reused, _ = decode(
+        model_of(arch),
+        slightly_off(arch),
+        prompts,
+        memory_store(),
+        batch_size=3,
+        params=SamplingParams(max_tokens=4),
+        prefill_step_size=step,
+    )
+    assert tokens == wanted
+    assert any(reused)
+    assert bool(calls) == (how == "kernel")
+    assert bool(chunks.call_count) == (how == "chunks" and step > recurrent.LOOPED)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -427,7 +427,8 @@ def forgive(leader: Leader) -> None:
 @contextmanager
 def rounds_ahead(shown: Shown, what: str) -> Iterator[None]:
     """Compiled forwards, handed over ahead and rehearsed, as on a GPU."""
-    graphs, make = [], CompiledForwards._make
+    graphs: list[nn.Module] = []
+    make = CompiledForwards._make
 
     def making(forwards: CompiledForwards, *arguments: Any) -> Any:
         modules: Any = forwards._model.modules()
