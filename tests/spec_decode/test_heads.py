@@ -55,8 +55,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dspark": published.dspark_config(),
     "dspark rnn": published.dspark_config(markov_head_type="rnn"),
     "eagle3": published.eagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
+    "dspark qwen3.5": published.qwen35_config(),
+    "nemotron": published.nemotron_config(),
+    "muse": published.muse_config(),
     "peagle": published.peagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
     "dflash of few tokens": published.speculators_config("dflash"),
+}
+#: Windows, causality and rotated numbers of some, as the numpy forward takes them.
+HOW: dict[str, dict[str, Any]] = {
+    "dflash": {"windows": (9, None), "causal": (True, False)},
+    "dspark qwen3.5": {"dims": 4},
+    "nemotron": {"windows": (7, 7), "causal": (True, True)},
+    "muse": {"windows": (7, 7)},
 }
 K = 3
 
@@ -99,12 +109,11 @@ def proposals(
         )
         return found
     anchored = "dspark" in name
-    mask = {"dspark": 95, "dspark rnn": 95, "dflash of few tokens": 94}.get(name, 96)
+    mask = {"dflash of few tokens": 94, "nemotron": 95}.get(
+        name, 95 if anchored else 96
+    )
     block = embedding[[tokens[-1], *[mask] * (K - anchored)]]
-    how: dict[str, Any] = {}
-    if name == "dflash":
-        how = {"windows": (9, None), "causal": (True, False)}
-    states = published.block_states(w, features, block, **how)
+    states = published.block_states(w, features, block, **HOW.get(name, {}))
     states = (states if anchored else states[1:])[:k]
     logits = states @ w.get("lm_head.weight", embedding).T
     if name == "dflash2":
@@ -564,7 +573,7 @@ def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
     model = copy.deepcopy(lender.model)
     model.set_dtype(mx.bfloat16)
     target = LoadedModel(model, None, {}, "target")  # type: ignore[arg-type]
-    for i, name in enumerate(("dspark", "eagle3")):
+    for name in ("dspark", "dflash2", "eagle3", "peagle"):
         drafter, _ = drafter_of(tmp_path / name, CONFIGS[name], target)
         runner = ModelRunner(model, "target", EngineConfig(), AT_ONCE)
         runner = runner.recording(drafter.hidden_layers)
@@ -577,5 +586,6 @@ def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
         rows.observe(hidden, mx.array([[5], [6]]), [1, 1])
         for cache in rows.context._caches:
             assert cache.keys.dtype == mx.bfloat16
-        assert rows._state.dtype == (mx.bfloat16 if i else mx.float32)
+        chained = "eagle" in name
+        assert rows._state.dtype == (mx.bfloat16 if chained else mx.float32)
         assert rows.nbytes > rows.context.nbytes > 0

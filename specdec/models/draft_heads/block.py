@@ -240,7 +240,7 @@ def block_values(published: Published, sizes: LayerSizes) -> dict[str, Any]:
     if block_size < 2:
         raise DataError(f"block_size is {block_size}: it must be 2 or more")
     rank, kind = _markov(published)
-    windows = _windows(published, sizes.num_layers)
+    windows = published.windows(sizes.num_layers)
     return {
         **published.common(sizes),
         "kind": "DSpark" if rank else "DFlash",
@@ -301,20 +301,6 @@ def _markov(published: Published) -> tuple[int, str]:
     if not rank:
         raise DataError("markov_rank is missing")
     return int(rank), kind
-
-
-def _windows(published: Published, num_layers: int) -> tuple[int | None, ...]:
-    layers = published.layers
-    types = layers.get("layer_types") or ["full_attention"] * num_layers
-    if len(types) != num_layers:
-        raise DataError(f"layer_types has {len(types)} values, not {num_layers}")
-    sliding = [kind == "sliding_attention" for kind in types]
-    if published.value("use_swa") and not any(sliding):
-        sliding = [True] * num_layers
-    window = published.value("swa_window_size") or layers.get("sliding_window")
-    if any(sliding) and not window:
-        raise DataError("sliding_window is missing")
-    return tuple(window if slides else None for slides in sliding)
 
 
 def _causal(published: Published, windows: tuple[int | None, ...]) -> tuple[bool, ...]:

@@ -244,6 +244,25 @@ class Published:
             raise DataError(f"{names[0]} is missing")
         return found
 
+    def windows(self, num_layers: int) -> tuple[int | None, ...]:
+        """Tokens of each layer's sliding window; ``None``: it sees everything.
+
+        Raises:
+            DataError: the kinds of layers are not as many as layers, or sliding ones
+                have no window.
+        """
+        layers = self.layers
+        types = layers.get("layer_types") or ["full_attention"] * num_layers
+        if len(types) != num_layers:
+            raise DataError(f"layer_types has {len(types)} values, not {num_layers}")
+        sliding = [kind == "sliding_attention" for kind in types]
+        if self.value("use_swa") and not any(sliding):
+            sliding = [True] * num_layers
+        window = self.value("swa_window_size") or layers.get("sliding_window")
+        if any(sliding) and not window:
+            raise DataError("sliding_window is missing")
+        return tuple(window if slides else None for slides in sliding)
+
     def sizes(self, activation: str = "silu") -> LayerSizes:
         """Sizes of the layers.
 

@@ -26,8 +26,11 @@ class EagleConfig(HeadConfig):
         norm_before_fc: whether one norm of all features precedes their projection.
         fc_norm: whether a norm of each feature precedes their projection.
         norm_output: whether the output is normed before it is fed back.
+        windows: tokens of each layer's sliding window; ``None``: it sees everything.
+            Empty: no layer has one.
     """
 
+    windows: tuple[int | None, ...] = ()
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -62,6 +65,11 @@ class EagleHead(DraftHead):
             self.fc_norm = [nn.RMSNorm(config.target_size, eps) for _ in range(count)]
         self.layers = [HeadLayer(sizes, pair=i == 0) for i in range(sizes.num_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens of each layer's sliding window; ``None``: it sees everything."""
+        return self.args.windows or super().windows
 
     def feature(self, hidden: mx.array) -> mx.array:
         """The target's hidden states (B, S, F), projected to (B, S, D)."""
@@ -134,9 +142,13 @@ def eagle_values(published: Published) -> dict[str, Any]:
     # list, the target's depth decides.
     ids = value("eagle_aux_hidden_state_layer_ids") or ()
     options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    sizes = published.sizes()
+    # Only speculators' training honours kinds of layers.
+    windows = published.windows(sizes.num_layers) if published.speculators else ()
     return {
-        **published.common(published.sizes()),
+        **published.common(sizes),
         "kind": "EAGLE-3",
+        "windows": windows,
         "target_layers": tuple(ids if ids[:1] == [1] else (i - 1 for i in ids)),
         **{name: bool(value(name)) for name in options},
     }

@@ -209,6 +209,11 @@ def _fitted(
     if config.num_target_layers not in (None, layers):
         raise refuse(f"of {config.num_target_layers} layers", f"{layers}")
     config = config.completed(layers)
+    if -1 in config.target_layers:
+        raise UnsupportedModelError(
+            f"draft {source} reads the target's embedding (layer -1), which is not "
+            "supported: take another draft"
+        )
     wrong = [i for i in config.target_layers if not 0 <= i < layers]
     if wrong:
         raise refuse(f"with a layer {wrong[0]}", f"{layers} layers")

@@ -271,6 +271,7 @@ def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
         own |= SELECTS
     if kind in ("eagle3", "peagle"):
         layers["num_hidden_layers"] = 1 + (kind == "peagle")
+        layers["layer_types"] = layers["layer_types"][: layers["num_hidden_layers"]]
         own["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in READS]
         own |= {"mask_token_id": 94} if kind == "peagle" else {}
     else:
@@ -741,9 +742,15 @@ def eagle_outputs(
     x = np.concatenate([norm(e, w[at + "input_layernorm.weight"]), normed], -1)
     h = normed if config.get("norm_before_residual") else g
     i = 0
+    layers = config.get("transformer_layer_config", config)
+    kinds = (
+        layers.get("layer_types") or ["full_attention"] * layers["num_hidden_layers"]
+    )
+    near = seen & (positions > positions[:, None] - (layers.get("sliding_window") or 0))
     while at + "input_layernorm.weight" in w:
         q, k, v = (heads(x, w, at, kind, positions) for kind in "qkv")
-        h = h + attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
+        mask = near if kinds[i] == "sliding_attention" else seen
+        h = h + attention(q, k, v, mask) @ w[at + "self_attn.o_proj.weight"].T
         h = h + mlp(norm(h, w[at + "post_attention_layernorm.weight"]), w, at)
         i += 1
         at = f"layers.{i}."

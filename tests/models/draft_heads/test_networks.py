@@ -109,6 +109,10 @@ EAGLES: dict[str, dict[str, Any]] = {
     "speculators peagle": published.speculators_config(
         "peagle", norm_before_fc=True, fc_norm=True
     ),
+    "speculators sliding": published.speculators_config("eagle3", layers=SLIDING),
+    "speculators sliding peagle": published.speculators_config(
+        "peagle", layers=SLIDING
+    ),
 }
 
 
@@ -531,6 +535,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "layer": (
         published.dflash_config(dflash={"target_layer_ids": [1, 3, 6]}),
         "made for a target with a layer 6, and the target has 6 layers",
+    ),
+    "embedding": (
+        published.dspark_config(target_layer_ids=[-1, 1, 3]),
+        r"reads the target's embedding \(layer -1\), which is not supported",
+    ),
+    "jetspec": (
+        published.dflash_config(architectures=["JetSpecSpeculator"]),
+        "it proposes trees of tokens",
+    ),
+    "noise": (
+        published.dspark_config(log_snr_conditioning=True),
+        r"embedding of noise to its slots \(log_snr_conditioning\)",
     ),
     "width": (published.dflash_config(target_hidden_size=64), "target of width 64"),
     "vocabulary": (published.dflash_config(vocab_size=98), "a target of 98 logits"),
