@@ -334,7 +334,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         message = (
             _unknown(error)
             if isinstance(error, click.NoSuchOption)
-            else _with_range(error) + _stray(error)
+            else _with_range(error) + _stray(error) + _elsewhere(error.message)
         )
         return f"{message} (see: {command} --help)", USAGE
     if isinstance(error, click.ClickException):
@@ -398,6 +398,13 @@ def _stray(error: click.UsageError) -> str:
     return ": write a prompt after --prompt, in quotes" * ("--prompt" in options)
 
 
+def _elsewhere(message: str) -> str:
+    """A hint for a command of another program."""
+    found = re.match(r"No such command '(.*)'\.$", message)
+    meant = _COMMANDS_ELSEWHERE.get(found[1].lower()) if found else None
+    return f" Did you mean '{meant}'?" if meant else ""
+
+
 def _unknown(error: click.NoSuchOption) -> str:
     """The error's message, with the option of the closest spelling.
 
@@ -424,6 +431,19 @@ def _unknown(error: click.NoSuchOption) -> str:
     return message if found is None else f"{message} Did you mean {known[found]!r}?"
 
 
+# Commands of mlx-lm, vLLM, llama.cpp and others that have another name here.
+_COMMANDS_ELSEWHERE = {
+    "batch": "run",
+    "benchmark": "bench",
+    "cli": "run",
+    "complete": "run",
+    "generate": "run",
+    "lora": "distill",
+    "run-batch": "run",
+    "start": "serve",
+    "train": "distill",
+    "try": "demo",
+}
 # The least similarity of two names that differ by one typing error.
 _NEAR = 0.74
 # Options of mlx-lm, vLLM and llama.cpp that have another name here, or no counterpart

@@ -189,7 +189,7 @@ def run(
                 "out"
             )
         models.loading["chat_template"] = read_text(chat_template)
-    records = _collect(texts, file, quiet=quiet)
+    records = _with_images(_collect(texts, file, quiet=quiet), images)
     requests = requests_of(records, params)
     if not quiet:
         _note_what_does_nothing(models.draft, requests)

@@ -11,6 +11,8 @@ from click.testing import Result
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
+        ("generate -p Hi", "run"),
+        ("server", "serve"),
         ("run --temperature 1", "--temp"),
         ("run --num-speculative-tokens 3", "--num-draft-tokens"),
         ("run --repeat-penalty 1.1", "--repetition-penalty"),
