@@ -10,11 +10,12 @@ from pydantic import Field
 from ..utils.printable import quoted
 from .conversation import (
     CallPart,
+    ContentPart,
     Function,
     Part,
-    TextPart,
     ToolPart,
     arguments_of,
+    content_of,
     logprobs_of,
     text_of,
     tools_of,
@@ -48,7 +49,7 @@ class _Message(Part):
         "function_call": Refused("it is deprecated: use tool_calls"),
     }
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning: str | None = None
@@ -212,7 +213,8 @@ def _message(
     given: _Message, where: str, called: dict[str, str], notes: Notes
 ) -> Message:
     role = "system" if given.role == "developer" else given.role
-    content = text_of(given.content, f"{where}.content", notes)
+    read_as = content_of if role in ("user", "tool") else text_of
+    content = read_as(given.content, f"{where}.content", notes)
     made: Message = {"role": role, "content": content}
     if given.name is not None:
         made["name"] = given.name

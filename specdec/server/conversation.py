@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from ..errors import PromptError
 from ..prompts import OWN_VARIABLES
+from ..prompts.images import holds_image, image_in
 from ..prompts.templates import template_of
 from ..request import TokenLogprobs
 from ..utils.data_files import DataError, parse_json
@@ -33,13 +35,17 @@ class Part(Record):
     guesses = False
 
 
-class TextPart(Part):
-    """A part of a text."""
+class ContentPart(Part):
+    """A part of a message: a text, or an image in OpenAI's forms or Anthropic's."""
 
+    accepted = _ACCEPTED | {"detail"}
     place = "content"
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    source: Any = None
+    file_id: Any = None
 
 
 class CallPart(Part):
@@ -211,19 +217,53 @@ def text_of(
     for i, value in enumerate(content):
         at = f"{where}[{i}]"
         part = value
-        if not isinstance(value, TextPart):
-            part = read(TextPart, value, notes, at)
+        if not isinstance(value, ContentPart):
+            part = read(ContentPart, value, notes, at)
         texts.append(part_text(part, at, kinds))
     return "".join(texts)
 
 
+def content_of(
+    content: str | Sequence[Any] | None,
+    where: str,
+    notes: Notes,
+    kinds: Sequence[str] = ("text", "refusal"),
+) -> str | list[dict[str, Any]]:
+    """The text of a message's content, or its parts if there are images among them.
+
+    Raises:
+        RequestError: an image is not in the request itself, or cannot be decoded.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[dict[str, Any]] = []
+    for i, value in enumerate(content):
+        at, part = f"{where}[{i}]", value
+        if not isinstance(value, ContentPart):
+            part = read(ContentPart, value, notes, at)
+        given = part.model_dump(exclude_none=True)
+        try:
+            if holds_image(given):
+                image = image_in(given, local=False)
+                parts.append({"type": "image", "image": image})
+                continue
+        except PromptError as error:
+            raise RequestError(
+                f"{at}: {error}", field=at, code="unsupported_content"
+            ) from error
+        parts.append({"type": "text", "text": part_text(part, at, kinds)})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
 def part_text(
-    part: TextPart, at: str, kinds: Sequence[str] = ("text", "refusal")
+    part: ContentPart, at: str, kinds: Sequence[str] = ("text", "refusal")
 ) -> str:
     """The text of a part."""
     if part.type not in kinds:
         raise RequestError(
-            f"{at} of type {quoted(part.type)} is not supported: this model reads text",
+            f"{at} of type {quoted(part.type)} is not supported: texts and images are",
             field=at,
             code="unsupported_content",
         )

@@ -11,12 +11,12 @@ from pydantic import Field
 
 from .conversation import (
     CallPart,
+    ContentPart,
     Function,
     Part,
-    TextPart,
     ToolPart,
+    content_of,
     part_text,
-    text_of,
     tools_of,
     variables,
 )
@@ -97,7 +97,7 @@ class PromptRequest(Record):
     }  # fmt: skip
     model: str
     messages: list[_Message] = Field(min_length=1)
-    system: str | list[TextPart] | None = None
+    system: str | list[ContentPart] | None = None
     tools: list[dict[str, Any]] = Field([], max_length=1024)
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
@@ -242,7 +242,7 @@ def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
 
 
 def _messages(
-    system: str | Sequence[TextPart] | None, given: Sequence[_Message], notes: Notes
+    system: str | Sequence[ContentPart] | None, given: Sequence[_Message], notes: Notes
 ) -> list[Message]:
     made: list[Message] = []
     if isinstance(system, str) or system is None:
@@ -283,7 +283,7 @@ _Block: TypeAlias = tuple[str, dict[str, Any]]
 
 class _Result(CallPart):
     tool_use_id: str
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     is_error: bool = False
 
 
@@ -299,31 +299,39 @@ class _Thought(Part):
 
 
 def _text(block: dict[str, Any], at: str, notes: Notes) -> str:
-    return part_text(read(TextPart, block, notes, at), at)
+    return part_text(read(ContentPart, block, notes, at), at)
 
 
 def _user(
     blocks: Sequence[_Block], called: dict[str, str], notes: Notes
 ) -> Iterator[Message]:
-    """A turn of the user: results of tools, then text."""
-    texts = []
+    """A turn of the user: results of tools, then texts and images."""
+    parts: list[dict[str, Any]] = []
     for at, block in blocks:
+        if block.get("type") == "image":
+            image = content_of([block], at, notes)
+            assert not isinstance(image, str)
+            parts += image
+            continue
         if block.get("type") != "tool_result":
-            texts.append(_text(block, at, notes))
+            parts.append({"type": "text", "text": _text(block, at, notes)})
             continue
         result = read(_Result, block, notes, at)
         made: Message = {
             "role": "tool",
             "tool_call_id": result.tool_use_id,
-            "content": text_of(result.content, f"{at}.content", notes),
+            "content": content_of(result.content, f"{at}.content", notes),
         }
         if name := called.get(result.tool_use_id):
             made["name"] = name
         if result.is_error:
             made["is_error"] = True
         yield made
-    if texts:
-        yield {"role": "user", "content": "\n\n".join(filter(None, texts))}
+    shown = [part for part in parts if part.get("text") != ""]
+    if any(part["type"] == "image" for part in parts):
+        yield {"role": "user", "content": shown}
+    elif parts:
+        yield {"role": "user", "content": "\n\n".join(p["text"] for p in shown)}
 
 
 def _assistant(

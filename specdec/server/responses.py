@@ -13,11 +13,12 @@ from pydantic import Field
 from ..utils.printable import quoted
 from .conversation import (
     CallPart,
+    ContentPart,
     Function,
     Part,
-    TextPart,
     ToolPart,
     arguments_of,
+    content_of,
     logprobs_of,
     text_of,
     tools_of,
@@ -177,7 +178,7 @@ def _messages(
 class _Message(Part):
     place = "input"
     role: str
-    content: str | list[TextPart]
+    content: str | list[ContentPart]
 
 
 class _FunctionCall(CallPart):
@@ -188,12 +189,12 @@ class _FunctionCall(CallPart):
 
 class _Output(CallPart):
     call_id: str
-    output: str | list[TextPart]
+    output: str | list[ContentPart]
 
 
 class _Thoughts(Part):
     place = "input"
-    content: list[TextPart] = Field([])
+    content: list[ContentPart] = Field([])
 
 
 def _item(
@@ -215,11 +216,12 @@ def _item(
                 f"{where}.role is {quoted(role)}: it must be system, developer, user "
                 "or assistant",
             )
-        text = text_of(message.content, f"{where}.content", notes, _TEXTS)
+        read_as = content_of if role == "user" else text_of
+        content = read_as(message.content, f"{where}.content", notes, _TEXTS)
         if role == "assistant" and last is not None and not last["content"]:
-            last["content"] = text
+            last["content"] = content
         else:
-            made.append({"role": role, "content": text})
+            made.append({"role": role, "content": content})
     elif kind == "function_call":
         call = read(_FunctionCall, item, notes, where)
         called[call.call_id] = call.name
@@ -232,8 +234,8 @@ def _item(
         last.setdefault("tool_calls", []).append(written)
     elif kind == "function_call_output":
         output = read(_Output, item, notes, where)
-        text = text_of(output.output, f"{where}.output", notes, _TEXTS)
-        result = {"role": "tool", "tool_call_id": output.call_id, "content": text}
+        content = content_of(output.output, f"{where}.output", notes, _TEXTS)
+        result = {"role": "tool", "tool_call_id": output.call_id, "content": content}
         if name := called.get(output.call_id):
             result["name"] = name
         made.append(result)

@@ -39,19 +39,30 @@ def arranged(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     marked = False  # the last turn has text of a system turn
     for turn in turns:
         is_system = turn["role"] == "system"
-        text = turn["content"]
+        content = turn["content"]
         if is_system:
-            text = f"<system>\n{text}\n</system>"
+            content = f"<system>\n{content}\n</system>"
         after_user = bool(placed) and placed[-1]["role"] == "user"
         if after_user and (is_system or (marked and turn["role"] == "user")):
-            text = f"{placed[-1]['content']}\n\n{text}"
-            placed[-1] = {**placed[-1], "content": text}
+            content = _joined(placed[-1]["content"], content)
+            placed[-1] = {**placed[-1], "content": content}
         elif is_system:
-            placed.append({"role": "user", "content": text})
+            placed.append({"role": "user", "content": content})
         else:
             placed.append(turn)
         marked = is_system or (marked and turn["role"] == "user")
     return [*leading, *placed]
+
+
+def _joined(*contents: Any) -> Any:
+    """Contents of one turn: a text, or parts if there are images."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    parts: list[Any] = []
+    for content in contents:
+        text = isinstance(content, str)
+        parts += [{"type": "text", "text": content}] if text else content
+    return parts
 
 
 def _takes(tokenizer: Any) -> bool:

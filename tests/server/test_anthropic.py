@@ -159,7 +159,7 @@ def test_errors_have_anthropics_form(client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
         client.messages.create(**{**given, "model": "other"})
     image = [{"type": "image", "source": {"type": "url", "url": "http://x"}}]
-    with pytest.raises(anthropic.BadRequestError, match="of type 'image' is not"):
+    with pytest.raises(anthropic.BadRequestError, match="images are not fetched"):
         client.messages.create(**{**given, "messages": [
             {"role": "user", "content": image}]})  # fmt: skip
     search: Any = {"type": "web_search_20250305", "name": "web_search"}
