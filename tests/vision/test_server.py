@@ -98,7 +98,7 @@ def test_messages(server: tuple[Running, str]) -> None:
         {"role": "user", "content": [result]},
     ]
     with_image = client.messages.create(messages=turns, **settings)
-    result["content"] = "nothing"
+    result["content"] = ""
     without = client.messages.create(messages=turns, **settings)
     assert with_image.usage.input_tokens > without.usage.input_tokens
 
