@@ -61,12 +61,12 @@ _PATIENCE = 2.0
     cls=options.Command, short_help="Decode prompts with a target model and a draft."
 )
 @options.models(
-    draft_help="Draft model or draft head (DFlash, DSpark, EAGLE-3), named like the "
-    "target. auto: the target's own head, or one that is published for it. self:4bit "
-    "(or 2, 3, 8): the target itself, quantized. layers:0-7,22-29: these layers of the "
-    "target, counted from 0. mtp: the target's own MTP head. ngram: no model; repeats "
-    "what followed the newest tokens before. ngram+MODEL: "
-    "MODEL where no n-gram matches. none: no draft.",
+    draft_help="Draft model or draft head (DFlash, DSpark, EAGLE, a Gemma 4 "
+    "assistant), named like the target. auto: the target's own head, or one that is "
+    "published for it. self:4bit (or 2, 3, 8): the target itself, quantized. "
+    "layers:0-7,22-29: these layers of the target, counted from 0. mtp: the target's "
+    "own MTP head. ngram: no model; repeats what followed the newest tokens before. "
+    "ngram+MODEL: MODEL where no n-gram matches. none: no draft.",
 )
 @options.engine(
     options.batch(default=DEFAULT_BATCH_SIZE, help="Prompts that decode together."),

@@ -32,7 +32,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Found:
+class Continuation:
     """What followed a row's newest tokens in an answer.
 
     Args:
@@ -106,8 +106,8 @@ class Corpora:
         self.capacity, self.most = capacity, most
         self._corpora: OrderedDict[str, Corpus] = OrderedDict()
         # Arrays on the device, and what they were made from.
-        self._held: tuple[object, tuple[mx.array, mx.array, mx.array, mx.array]]
-        self._held = (None, (mx.array(0),) * 4)
+        self._arrays: tuple[object, tuple[mx.array, mx.array, mx.array, mx.array]]
+        self._arrays = (None, (mx.array(0),) * 4)
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +127,7 @@ class Corpora:
 
     def find(
         self, clients: Sequence[str | None], tail: mx.array, k: int
-    ) -> Found | None:
+    ) -> Continuation | None:
         """What followed each row's newest tokens in its client's answers.
 
         Args:
@@ -139,24 +139,24 @@ class Corpora:
         Returns:
             ``None`` if no row's client has an answer.
         """
-        known = sorted({c for c in clients if c is not None and c in self._corpora})
-        if not known:
+        owners = sorted({c for c in clients if c is not None and c in self._corpora})
+        if not owners:
             return None
-        rows = tuple(known.index(c) if c in known else -1 for c in clients)
-        used = [self._corpora[c] for c in known]
-        made_from = (rows, tuple(known), tuple(corpus.count for corpus in used))
-        if self._held[0] != made_from:
+        rows = tuple(owners.index(c) if c in owners else -1 for c in clients)
+        used = [self._corpora[c] for c in owners]
+        key = (rows, tuple(owners), tuple(corpus.count for corpus in used))
+        if self._arrays[0] != key:
             arrays = (
                 mx.array(np.concatenate([corpus.tokens for corpus in used])),
                 mx.array(np.concatenate([corpus.places for corpus in used])),
                 mx.array([used[i].end if i >= 0 else 0 for i in rows], mx.int32),
                 mx.array(rows, mx.int32),
             )
-            self._held = (made_from, arrays)
-        return _found(*self._held[1], self.capacity, tail, k)
+            self._arrays = (key, arrays)
+        return _look_up(*self._arrays[1], self.capacity, tail, k)
 
 
-def _found(
+def _look_up(
     tokens: mx.array,
     places: mx.array,
     ends: mx.array,
@@ -164,7 +164,7 @@ def _found(
     capacity: int,
     tail: mx.array,
     k: int,
-) -> Found:
+) -> Continuation:
     """See :meth:`Corpora.find`.
 
     Args:
@@ -203,4 +203,4 @@ def _found(
     there = mx.cumprod((following >= 0).astype(mx.int32), axis=1)
     count = mx.where(size > 0, there.sum(axis=1), 0)
     following = mx.where(mx.arange(k) < count[:, None], following, 0)
-    return Found(following.astype(mx.int32), count, size)
+    return Continuation(following.astype(mx.int32), count, size)

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..models.kernel_proofs import kept_proofs
 from ..utils.checks import require, require_int
 from . import ngram_search
-from .corpus import DEPTH, Corpora, Corpus, Found
+from .corpus import DEPTH, Continuation, Corpora, Corpus
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .ngram_search import EMPTY, Lookup, ring_of
 from .rejection_sampler import Accepted
@@ -154,14 +154,14 @@ class NgramRows(DraftRows):
         )
         return Proposals.within(inputs, lengths=lengths)
 
-    def _in_answers(self, round_: Round) -> Found | None:
+    def _in_answers(self, round_: Round) -> Continuation | None:
         """What followed the newest tokens in finished answers, if there are any."""
         last = (round_.lengths - 1)[:, None]
         tail = ngram_search.read(self._ring, last - mx.arange(DEPTH))
         tail = mx.concatenate([round_.recent[:, -1:], tail[:, 1:]], axis=1)
         return self._corpora.find(round_.clients, tail, round_.num_draft_tokens)
 
-    def _longer(self, round_: Round, answers: Found) -> Proposals:
+    def _longer(self, round_: Round, answers: Continuation) -> Proposals:
         """The longer match of each row: its own, or that in answers."""
         options, k = self._options, round_.num_draft_tokens
         newest = round_.recent[:, -1:]

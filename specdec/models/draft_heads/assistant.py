@@ -94,12 +94,12 @@ class CentroidHead(nn.Module):
         scores = self.centroids(o)
         best = mx.argpartition(-scores, count - 1, axis=-1)[..., :count]
         ids = self.token_ordering.reshape(groups, -1)[best].flatten(-2)
-        found = (embedding(ids) @ o[..., None])[..., 0]
+        logits = (embedding(ids) @ o[..., None])[..., 0]
         rest = mx.broadcast_to(
-            found.min(axis=-1, keepdims=True) - _BELOW,
+            logits.min(axis=-1, keepdims=True) - _BELOW,
             (*o.shape[:-1], self.token_ordering.size),
         )
-        return mx.put_along_axis(rest, ids, found, axis=-1)
+        return mx.put_along_axis(rest, ids, logits, axis=-1)
 
 
 class AssistantHead(DraftHead):
@@ -186,14 +186,14 @@ class AssistantHead(DraftHead):
         x = self.pre_projection(mx.concatenate([self.embed(tokens), state], axis=-1))
         for layer, attend in zip(self.layers, attends, strict=True):
 
-            def found(
+            def attended(
                 y: mx.array, layer: Any = layer, attend: Any = attend
             ) -> mx.array:
                 attention = layer.self_attn
                 out: mx.array = attend(attention, y, attention.queries(y, position))
                 return out
 
-            x = layer.around(x, found)
+            x = layer.around(x, attended)
         normed: mx.array = self.norm(x)
         return normed
 
@@ -221,11 +221,11 @@ class AssistantHead(DraftHead):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Ids of tokens have 64 bits; a tied output head may be stored twice."""
-        made = {n: a for n, a in weights.items() if n != "lm_head.weight"}
+        arrays = {n: a for n, a in weights.items() if n != "lm_head.weight"}
         key = "masked_embedding.token_ordering"
-        if key in made:
-            made[key] = made[key].astype(mx.int32)
-        return made
+        if key in arrays:
+            arrays[key] = arrays[key].astype(mx.int32)
+        return arrays
 
 
 def assistant_config(published: Published) -> AssistantConfig:

@@ -183,8 +183,8 @@ class BlockHead(DraftHead):
             before: the tokens before, shape (N,).
             states: of the slots, shape (N, D).
         """
-        known: mx.array = self.markov_head.markov_w1.weight
-        return known.astype(mx.float32)[before]
+        embedding: mx.array = self.markov_head.markov_w1.weight
+        return embedding.astype(mx.float32)[before]
 
     def walk(self, states: mx.array, anchor: mx.array) -> Walk:
         """Logits of the target's tokens, slot after slot.
@@ -202,11 +202,11 @@ class BlockHead(DraftHead):
             nonlocal carried
             j = len(proposed)
             before, here = proposed[-1] if proposed else anchor, slice(j, j + 1)
-            found = logits[:, here]
+            biased = logits[:, here]
             if "markov_head" in self:
                 bias, carried = self.markov_head(before, states[:, here], carried)
-                found = found + bias
-            return self.as_target(found)
+                biased = biased + bias
+            return self.as_target(biased)
 
         return after
 

@@ -215,11 +215,11 @@ class Published:
         if self.speculators:
             key = "transformer_layer_config"
             layers = check_shape(self.config, {key: dict}, self.source)[key]
-        found: Mapping[str, Any] = check_shape(layers, _SIZES)
-        for name, value in (*found.items(), *self.config.items()):
+        checked: Mapping[str, Any] = check_shape(layers, _SIZES)
+        for name, value in (*checked.items(), *self.config.items()):
             if name in _POSITIVE and isinstance(value, int) and value < 1:
                 raise DataError(f"{name} is {value}: it must be 1 or more")
-        return found
+        return checked
 
     def value(self, *names: str) -> Any:
         """The first value under these names, in a part of the configuration or above.

@@ -122,7 +122,7 @@ class CandidateSelector(nn.Module):
         """Logits of slot after slot, see :meth:`BlockHead.walk`."""
         logits = logits.astype(mx.float32)
         ids = mx.argpartition(-logits, self._count - 1, axis=-1)[..., : self._count]
-        known = mx.take_along_axis(logits, ids, axis=-1)
+        likely = mx.take_along_axis(logits, ids, axis=-1)
         projected = self.hidden_projection(states).astype(mx.float32)
         after = self.successor_codebook[ids].astype(mx.float32)
 
@@ -130,7 +130,7 @@ class CandidateSelector(nn.Module):
             j = len(proposed)
             before, here = proposed[-1] if proposed else anchor, slice(j, j + 1)
             mixed = self.predecessor_codebook[before] * projected[:, here]
-            scores = known[:, here] + (after[:, here] @ mixed[..., None])[..., 0]
+            scores = likely[:, here] + (after[:, here] @ mixed[..., None])[..., 0]
             rest = logits[:, here] - _BELOW
             return mx.put_along_axis(rest, ids[:, here], scores, axis=-1)
 
@@ -171,8 +171,8 @@ class DFlash2Head(BlockHead):
     def bias_input(self, before: mx.array, states: mx.array) -> mx.array:
         """See :meth:`BlockHead.bias_input`."""
         part = self.candidate_selector
-        known: mx.array = part.predecessor_codebook.astype(mx.float32)[before]
-        return known * part.hidden_projection(states)
+        first: mx.array = part.predecessor_codebook.astype(mx.float32)[before]
+        return first * part.hidden_projection(states)
 
     @property
     def in_order(self) -> bool:

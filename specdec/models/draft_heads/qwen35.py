@@ -28,17 +28,17 @@ class Qwen35BlockHead(BlockHead):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Add 1 to gains, and take queries and gates apart."""
-        made, sizes = dict(weights), self.args.sizes
+        arrays, sizes = dict(weights), self.args.sizes
         for name, array in weights.items():
             if name.endswith("norm.weight"):
-                made[name] = array + 1
+                arrays[name] = array + 1
             if ".q_proj." in name and sizes.gated:
                 # Rows of a packed matrix are rows of the matrix, too.
                 parts = array.reshape(sizes.num_heads, 2, sizes.head_dim, -1)
                 shape = (sizes.num_heads * sizes.head_dim, *array.shape[1:])
-                made[name] = parts[:, 0].reshape(shape)
-                made[name.replace("q_proj", "g_proj")] = parts[:, 1].reshape(shape)
-        return made
+                arrays[name] = parts[:, 0].reshape(shape)
+                arrays[name.replace("q_proj", "g_proj")] = parts[:, 1].reshape(shape)
+        return arrays
 
 
 def qwen35_block_config(published: Published) -> Qwen35BlockConfig:

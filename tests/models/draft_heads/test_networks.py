@@ -654,6 +654,26 @@ def test_a_selector_of_nothing_is_dflash(lender: LoadedModel, tmp_path: Path) ->
     assert (logits[0] == logits[1]).all()
 
 
+def test_only_candidates_have_a_chance(lender: LoadedModel, tmp_path: Path) -> None:
+    """Probabilities of others are exactly 0, unless a grammar forbids all candidates.
+
+    Then the likeliest other token is proposed; a row of nothing but minus infinity
+    would have no probabilities, and its round would be lost.
+    """
+    head, _ = loaded(tmp_path, published.dflash2_config(), lender)
+    caches, _ = after_context(head)
+    anchors = mx.array([[3], [50], [77]])
+    states = head.states(head.inputs(anchors, 3), caches)
+    logits = head.walk(states, anchors)([])
+    plain = np.array(head.logits(states)[:, 0])
+    chances = np.array(mx.softmax(logits[:, 0], axis=-1))
+    assert ((chances > 0).sum(-1) == SELECTS["selector_top_k"]).all()
+    masked = mx.where(mx.array(chances > 0)[:, None], -mx.inf, logits)
+    plain[chances > 0] = -np.inf
+    assert (np.array(mx.argmax(masked[:, 0], axis=-1)) == plain.argmax(-1)).all()
+    assert np.allclose(mx.softmax(masked, axis=-1).sum(axis=-1), 1, atol=1e-5)
+
+
 def test_the_rows_of_an_embedding_are_read_as_they_are(
     tiny_model: Callable[..., Any], tmp_path: Path
 ) -> None:
