@@ -17,7 +17,7 @@ from ..config import EngineConfig, NumDraftTokens
 from ..prompts import templates
 from ..utils.printable import counted, one_line, printable
 from . import options
-from .output import note_products, noted_if_slow, show, show_warnings
+from .output import note_products, noted_if_slow, show, show_passing, show_warnings
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -205,7 +205,7 @@ def _run(
     before: _Run | None,
 ) -> _Run:
     """Decode the prompt; a bar as long as its time, in terms of the run before."""
-    run, live = _Run(), sys.stdout.isatty()
+    run = _Run()
     start = time.perf_counter()
     for event in decoder.stream(prompt, max_tokens=max_tokens):
         run.seconds = time.perf_counter() - start
@@ -213,18 +213,14 @@ def _run(
         run.text += event.text
         if event.result is not None:
             run.rounds, run.accepted = event.result.rounds, event.result.accepted
-        if live:
-            share = len(run.token_ids) / max_tokens
-            if before is not None:
-                share = run.seconds / before.seconds
-            sys.stdout.write(f"\r{_bar(name, share, run)}\x1b[K")
-            sys.stdout.flush()
+        share = len(run.token_ids) / max_tokens
+        if before is not None:
+            share = run.seconds / before.seconds
+        show_passing(_bar(name, share, run))
     share = 1.0 if before is None else run.seconds / before.seconds
     times = ""
     if before is not None and run.seconds:
         times = f", {before.seconds / run.seconds:.2f} times as fast"
-    if live:
-        sys.stdout.write("\r\x1b[K")
     show(_bar(name, share, run) + times)
     return run
 

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
+from unicodedata import category
 
 import click
 
@@ -74,26 +75,57 @@ def _closed(number: int, mode: str) -> Any:
     return open(descriptor, mode, encoding="utf-8")
 
 
+# Whether each stream, standard output and standard error, ends with a passing line.
+_passing = {False: False, True: False}
+_ERASE = "\r\x1b[K"
+
+
 def show(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print lines without control characters.
+    """Print lines without control characters, in the place of a passing line.
 
     Args:
         err: print to standard error. A failure to do so is ignored.
         nl: end the last line.
     """
     lines = "\n".join(map(printable, text.split("\n")))
-    if not err:
-        try:
-            click.echo(lines, nl=nl)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise output_failed(error) from error
-        return
+    _echo(lines, err=err, nl=nl, passing=False)
+
+
+def show_passing(line: str, *, err: bool = False) -> None:
+    """Show a line on a terminal until the next line comes; elsewhere do nothing."""
+    if (sys.stderr if err else sys.stdout).isatty():
+        _echo(printable(line), err=err, nl=False, passing=True)
+
+
+def write(text: str) -> None:
+    """Write a model's text to standard output as it is, at once.
+
+    On a terminal, control characters become question marks.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if sys.stdout.isatty():
+        text = "".join(
+            "?" if category(each) in ("Cc", "Cs") and each not in "\n\t" else each
+            for each in text
+        )
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _echo(text: str, *, err: bool, nl: bool, passing: bool) -> None:
+    erase = _ERASE if _passing[err] else ""
+    _passing[err] = passing
     try:
-        click.echo(lines, err=True, nl=nl)
-    except OSError:
-        drop(sys.stderr)
+        click.echo(erase + text, err=err, nl=nl)
+    except OSError as error:
+        if err:
+            drop(sys.stderr)
+        elif isinstance(error, BrokenPipeError):
+            raise
+        else:
+            raise output_failed(error) from error
 
 
 def flush_output() -> None:
@@ -292,19 +324,18 @@ def show_interrupted(kept: str | None = None) -> None:
 class _Lines(logging.Handler):
     """Shows each record as a line; on a terminal, the next replaces a passing one."""
 
-    _passing = False
+    _before = False  # the record before was a passing one
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "warning" if record.levelno >= logging.WARNING else "note"
-        before, self._passing = self._passing, getattr(record, "passing", False)
-        on_terminal = sys.stderr.isatty()
-        if self._passing and before and not on_terminal:
-            return  # a log gets the first of them, and their outcome
-        if before and on_terminal:
-            with suppress(OSError):
-                click.echo("\r\x1b[K", err=True, nl=False)
         line = f"specdec: {kind}: {as_message(record.getMessage())}"
-        show(line, err=True, nl=not (self._passing and on_terminal))
+        before, self._before = self._before, getattr(record, "passing", False)
+        if not self._before:
+            show(line, err=True)
+        elif sys.stderr.isatty():
+            show_passing(line, err=True)
+        elif not before:  # a log gets the first of them, and their outcome
+            show(line, err=True)
 
 
 def show_warnings(*, notes: bool = True) -> None:

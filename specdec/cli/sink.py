@@ -5,16 +5,14 @@ With ``--resume``, results that the file already has are not decoded again.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unicodedata import category
 
 from ..outputs import GenerationResult, StreamEvent
 from ..prompts import Prompt, PromptRecord
 from ..utils.printable import one_line
-from .output import OutputFile, output_failed
+from .output import OutputFile, output_failed, write
 
 
 class Sink:
@@ -118,8 +116,7 @@ class Sink:
             return
         try:
             with self._aside(text):
-                sys.stdout.write(_for_terminal(text))
-                sys.stdout.flush()
+                write(text)
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -144,17 +141,6 @@ def line_of_result(result: GenerationResult, record: PromptRecord) -> dict[str, 
     return fields
 
 
-def _for_terminal(text: str) -> str:
-    """A model's text, without control characters if it goes to a terminal."""
-    if not sys.stdout.isatty():
-        return text
-    kept = "\n\t"
-    return "".join(
-        "?" if category(each) in ("Cc", "Cs") and each not in kept else each
-        for each in text
-    )
-
-
 def _title(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         text = prompt
@@ -162,5 +148,8 @@ def _title(prompt: Prompt) -> str:
         last = prompt[-1]
         text = f"{len(prompt)} ids"
         if isinstance(last, dict):
-            text = str(last.get("content") or f"{last['role']}, without text")
+            content = last.get("content")
+            if isinstance(content, list):  # parts: images have no text
+                content = " ".join(str(part.get("text", "")) for part in content)
+            text = str(content or f"{last['role']}, without text")
     return one_line(" ".join(text.split()), 70, end=False)

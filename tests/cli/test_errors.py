@@ -193,7 +193,6 @@ MISTAKES = [
     ("run -p Hi --target ngram", 2, "ngram is a draft, made from a target"),
     ("advise --draft no-such --prompts good.txt", 2, "no model at no-such: give"),
     ("advise --draft none --prompts good.txt", 2, "no draft to advise on: name one"),
-    ("advise --target a/T --prompts good.txt", 2, "no draft to advise on: name one"),
     ("verify --draft ./no-such --prompts good.txt", 2, "no model at ./no-such: ther"),
     ("verify --target ./no-such --prompts good.txt", 2, "no model at ./no-such: the"),
     ("verify --draft= --prompts good.txt", 2, "--draft is empty: name a model, or"),
