@@ -59,6 +59,7 @@ class _Ticket:
     left: bool = False
     cut: bool = False  # to end as it is, with a result
     grammar: GrammarState | None = None
+    checked: bool = False
     index: int | None = None
 
 
@@ -326,7 +327,9 @@ class _Worker(threading.Thread):
         if ends and grammar is None and params.grammar is not None:
             params = replace(params, grammar=None)  # it was not compiled
         try:
-            request.index = session.add_encoded(prompt, params, grammar)
+            request.index = session.add_encoded(
+                prompt, params, grammar, checked=request.checked
+            )
         except Exception as error:  # only this request fails
             self._send([(request, error)])
         else:
@@ -519,6 +522,7 @@ class Server:
         params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
+        checked: bool = False,
         **encoding: Unpack[Encoding],
     ) -> AsyncGenerator[StreamEvent, None]:
         """Decode a prompt, yielding what it emits; the last event has its result.
@@ -535,6 +539,8 @@ class Server:
                 processors are called in the server's thread: arrays that they hold must
                 be evaluated (``mx.eval``) in the thread that made them.
             timeout: seconds after which the request is cancelled, with a result.
+            checked: :meth:`specdec.engine.session.Bounds.check` has returned
+                ``params`` for this prompt.
             encoding: ``system_prompt`` and the like, as for
                 :meth:`specdec.SpecDecoder.generate`.
 
@@ -549,7 +555,8 @@ class Server:
         worker = self._checked_worker()
         params = SamplingParams() if params is None else require_params(params)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else None
-        request = _Ticket(partial(self._encode, prompt, **encoding), params)
+        encode = partial(self._encode, prompt, **encoding)
+        request = _Ticket(encode, params, checked=checked)
         self._open.add(request)
         if encoded is not None:
             worker.add_encoded(request, encoded)

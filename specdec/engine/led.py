@@ -167,14 +167,18 @@ class LeadingSession(Session):
         prompt: EncodedPrompt,
         params: SamplingParams,
         grammar: GrammarState | None = None,
+        *,
+        checked: bool = False,
     ) -> int:
         self._check_whole()
         # The other ranks get only valid requests, with all defaults filled in.
-        params = self._bounds.check(prompt, self._completed(params))
+        params = self._completed(params)
+        if not checked:
+            params = self._bounds.check(prompt, params)
         grammar = grammar or self._bounds.grammar(params)
         with self._leader.turn:
             self._send("add", prompt, params)
-            return super().add_encoded(prompt, params, grammar)
+            return super().add_encoded(prompt, params, grammar, checked=True)
 
     def cancel(self, index: int) -> bool:
         self._check_whole()

@@ -93,6 +93,8 @@ class Bounds:
         # The last token is never fed, so a full context still gives one token.
         max_tokens = min(params.max_tokens, max(room, 1))
         min_tokens = min(params.min_tokens, max_tokens)
+        if max_tokens == params.max_tokens:
+            return params
         return replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
@@ -195,14 +197,19 @@ class Session:
         prompt: EncodedPrompt,
         params: SamplingParams,
         grammar: GrammarState | None = None,
+        *,
+        checked: bool = False,
     ) -> int:
         """As :meth:`add`, for a prompt that is encoded already.
 
         Args:
             grammar: the grammar of ``params``, if it is compiled already.
+            checked: :meth:`Bounds.check` has returned ``params``.
         """
         self._check_whole()
-        params = self._bounds.check(prompt, self._completed(params))
+        params = self._completed(params)
+        if not checked:
+            params = self._bounds.check(prompt, params)
         grammar = grammar or self._bounds.grammar(params)
         marks = self._thinking(prompt)
         state: GrammarState | ThinkingBudget | None = grammar

@@ -73,7 +73,7 @@ def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
     calls = format_of(tokenizer)
     messages = arranged(tokenizer, chat.messages)
     if calls is not None:
-        messages = calls.fit_ids(messages)
+        messages = calls.fitted(calls.fit_ids(messages), tools.functions)
     prompt = encode(
         tokenizer,
         messages,

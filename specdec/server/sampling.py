@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -327,12 +328,14 @@ def sampling(
         settings["min_tokens"] = wanted
     if settings["temperature"] > _WARM and isinstance(request, OpenAISampling):
         notes.add(f"temperature is above {_WARM}, the highest that OpenAI documents")
+    if settings["temperature"] > 0:
+        settings.setdefault("seed", secrets.randbits(32))
     try:
         if settings["temperature"] == 0 and settings.keys() & set(FILTERS):
             # Filters have no effect at temperature 0; their values are still checked.
             SamplingParams(**{**settings, "temperature": 1.0})
             settings = {k: v for k, v in settings.items() if k not in FILTERS}
-        return SamplingParams(**settings).seeded()
+        return SamplingParams(**settings)
     except ConfigError as error:
         raise request_error(error, names) from error
 

@@ -269,7 +269,9 @@ class Service:
         timeout = max(0.0, self.config.request_timeout - spent)
         first = True
         try:
-            stream = self.engine.stream(encoded.prompt, params, timeout=timeout)
+            stream = self.engine.stream(
+                encoded.prompt, params, timeout=timeout, checked=True
+            )
             async with aclosing(stream) as events:
                 async for event in events:
                     if first and event.token_ids:

@@ -187,6 +187,26 @@ class CallFormat:
             fitted.append({**message, **more})
         return fitted
 
+    def fitted(
+        self, messages: Sequence[Message], functions: Functions
+    ) -> Sequence[Message]:
+        """Messages with what this form's templates read of them, and nothing else."""
+        if self.name == "phi4" and functions:
+            # Its template shows the tools that a system turn brings.
+            has_system = bool(messages) and messages[0]["role"] == "system"
+            first = messages[0] if has_system else {"role": "system", **_WITH_TOOLS}
+            shown = json.dumps([tool["function"] for tool in functions])
+            return [{**first, "tools": shown}, *messages[has_system:]]
+        if self.name == "harmony":
+            # Its template calls them so, and refuses both in a turn that calls.
+            return [
+                {**message, "thinking": message["reasoning_content"]}
+                if message.get("reasoning_content") and not message["content"]
+                else message
+                for message in messages
+            ]
+        return messages
+
     def _fitting(self, id_: str, name: str, number: int, taken: set[str]) -> str:
         if self.valid_id(id_) and id_ not in taken:
             return id_
@@ -199,6 +219,7 @@ class CallFormat:
         raise AssertionError
 
 
+_WITH_TOOLS = {"content": "You are a helpful assistant with some tools."}
 _ALPHABET = string.ascii_letters + string.digits
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 _NUMBERED = re.compile(r"functions\.[\w.-]+:\d+")

@@ -147,7 +147,11 @@ class Scripted:
         pass
 
     async def stream(
-        self, prompt: EncodedPrompt, params: SamplingParams, timeout: float
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        timeout: float,
+        checked: bool = False,
     ) -> AsyncGenerator[StreamEvent, None]:
         self.prompts.append(prompt.text)
         self.params.append(params)

@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from specdec import EngineConfig, SamplingParams, ServerError, SpecDecoder
+from specdec.engine.session import Bounds
 from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat, web
 from specdec.server.config import ServerConfig
@@ -489,6 +490,30 @@ def test_a_slow_grammar_holds_nobody_up(
         waited, other = asyncio.run(ask())
     assert other["usage"]["completion_tokens"] == 2
     assert waited["choices"][0]["message"]["content"] == "slow"[:2]
+
+
+def test_a_request_is_checked_once(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters that are built again, or a second memory plan, on a request's way."""
+    built, planned = [], []
+    build, check = SamplingParams.__post_init__, Bounds.check
+    monkeypatch.setattr(
+        SamplingParams, "__post_init__", lambda self: built.append(1) or build(self)
+    )
+    monkeypatch.setattr(
+        Bounds, "check", lambda *args: planned.append(1) or check(*args)
+    )
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("completions", {"prompt": "a"}),
+    ):
+        body |= {"max_tokens": 2, "temperature": 1, "top_p": 0.9}
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+        assert answer.status_code == 200
+        assert (len(built), len(planned)) == (1, 1), path
+        built.clear()
+        planned.clear()
 
 
 def test_only_rows_count_for_the_time_to_wait(server: Running) -> None:

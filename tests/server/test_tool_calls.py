@@ -519,3 +519,32 @@ def test_tools_of_a_gguf_tokenizer(folder: Path) -> None:
         if isinstance(p, Call)
     )  # fmt: skip
     assert json.loads(call.arguments) == ARGUMENTS
+
+
+def test_templates_that_read_other_names(folder: Path) -> None:
+    """Phi-4's shows tools of a system turn; gpt-oss' calls thoughts thinking."""
+    phi = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% if m.tools %}<|tool|>"
+        "{{ m.tools }}<|/tool|>{% endif %}{% endfor %}"
+    )
+    oss = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|channel|>{{ m.thinking }}"
+        "<|message|>{{ m.content }}{% for c in m.tool_calls or [] %} functions."
+        "{{ c.function.name }}{% endfor %}{% endfor %}{# tools #}"
+    )
+    turns: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "THOUGHT",
+         "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "ok"},
+    ]  # fmt: skip
+    for template, shown in ((phi, '<|tool|>[{"name": "write_file"'), (oss, "THOUGHT")):
+        scripted = Scripted(
+            tiny_decoder(folder, template=template, parser=None), lambda p: "x"
+        )
+        with running(scripted) as server:
+            body = {"messages": turns, "tools": [TOOL]}
+            made = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+            assert made.status_code == 200, made.text
+            assert "x-specdec-note" not in made.headers
+        assert shown in scripted.prompts[-1]
