@@ -49,6 +49,7 @@ NAVIGATION = {
         "/docs/tuning",
         "/docs/sampling",
         "/docs/server",
+        "/docs/clients",
         "/docs/structured",
         "/docs/serving",
         "/docs/scaling",

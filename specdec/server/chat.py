@@ -32,6 +32,8 @@ _NO_MEDIA = "text is all that goes in and comes out: leave it out"
 
 
 class _CalledFunction(Part):
+    place = "tool_calls.function"
+    accepted = Part.accepted | {"parsed_arguments"}  # the client's own
     name: str
     arguments: str | dict[str, Any] = ""
 
@@ -44,6 +46,7 @@ class _Call(CallPart):
 
 class _Message(Part):
     place = "messages"
+    accepted = Part.accepted | {"parsed", "provider_specific_fields"}  # the client's
     refused: ClassVar[Mapping[str, Refused]] = {
         "audio": Refused(_NO_MEDIA),
         "function_call": Refused("it is deprecated: use tool_calls"),
