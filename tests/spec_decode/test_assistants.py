@@ -240,6 +240,34 @@ def test_sampled_rows_follow_the_target(
     assert accepted > 50
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_packed_assistant(
+    ordered: bool, targets: dict[str, LoadedModel], tmp_path: Path
+) -> None:
+    """Its embedding too, of which single rows are read where it has centroids."""
+    config = published.assistant_config(ordered, hidden_size=64, intermediate_size=64)
+    target = targets["ordered" if ordered else "dense"]
+    weights = write_head(tmp_path, config)
+    packed, plain = dict[str, mx.array](), dict[str, mx.array]()
+    for name, array in weights.items():
+        a = mx.array(array)
+        if a.ndim == 1:
+            packed[name] = plain[name] = a
+            continue
+        stem = name.removesuffix(".weight")
+        size = 64 if a.shape[1] % 64 == 0 else 32
+        w, scales, biases = mx.quantize(a, group_size=size, bits=8)
+        plain[name] = mx.dequantize(w, scales, biases, size, 8)
+        packed |= {name: w, f"{stem}.scales": scales, f"{stem}.biases": biases}
+    logits = []
+    for arrays, more in ((plain, {}), (packed, {"quantization": {"bits": 8}})):
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+        head: Any = load_head(tmp_path, config | more, "the draft", target).model
+        logits.append(np.array(head(mx.array([[3, 50]]), [])))
+    shown = logits[0] > logits[0].max() - 1000
+    assert np.allclose(logits[0][shown], logits[1][shown], atol=1e-3)
+
+
 def test_prefixes_are_reused(
     targets: dict[str, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -471,6 +471,20 @@ def test_chains(name: str, lender: LoadedModel, tmp_path: Path) -> None:
     )
 
 
+def test_the_names_of_muse(lender: LoadedModel, tmp_path: Path) -> None:
+    """Meta's file has other names for the projection of features and its norm."""
+    config = published.muse_config()
+    weights = write_head(tmp_path, config)
+    names = {"fc.weight": "encoder.fc", "hidden_norm.weight": "encoder.output_norm_enc"}
+    arrays = {
+        f"{names[n]}.weight" if n in names else n: mx.array(a)
+        for n, a in weights.items()
+    }
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    check_block(head, weights, {"windows": (7, 7)}, lender)
+
+
 def test_a_parallel_head_may_be_named_eagle(
     lender: LoadedModel, tmp_path: Path
 ) -> None:
