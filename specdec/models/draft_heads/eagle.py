@@ -142,6 +142,9 @@ def eagle_values(published: Published) -> dict[str, Any]:
     # list, the target's depth decides.
     ids = value("eagle_aux_hidden_state_layer_ids") or ()
     options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    layers = tuple(i - (ids[0] != 1) for i in ids)
+    if not layers:  # DeepSeek's count outputs
+        layers = tuple(value("target_layer_ids") or ())
     sizes = published.sizes()
     # Only speculators' training honours kinds of layers.
     windows = published.windows(sizes.num_layers) if published.speculators else ()
@@ -149,7 +152,7 @@ def eagle_values(published: Published) -> dict[str, Any]:
         **published.common(sizes),
         "kind": "EAGLE-3",
         "windows": windows,
-        "target_layers": tuple(ids if ids[:1] == [1] else (i - 1 for i in ids)),
+        "target_layers": layers,
         **{name: bool(value(name)) for name in options},
     }
 

@@ -38,6 +38,7 @@ KINDS: dict[str, Callable[[Published], HeadConfig]] = {
     "LlamaForCausalLMEagle3": eagle_config,
     "Eagle3LlamaForCausalLM": eagle_config,
     "Eagle3Speculator": eagle_config,
+    "Qwen3Eagle3Model": eagle_config,
     "eagle3": eagle_config,
     "PEagleDraftModel": peagle_config,
     "PEagleSpeculator": peagle_config,
@@ -55,6 +56,7 @@ _REFUSED = {
     "dfly": _UNKNOWN,
     "lilicorr": _UNKNOWN,
     "dflare": _UNKNOWN,
+    "gemma4eagle3": "no layers like Gemma 4's are supported in heads of its kind",
     "eagle": "of EAGLE's versions, 3 and 3.1 are supported",
 }
 # Words in the names of all kinds of heads.

@@ -341,6 +341,8 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(READS))}
     some, vocab_size = config.get("draft_vocab_size"), layers.get("vocab_size", VOCAB)
+    if config["architectures"] == ["Qwen3Eagle3Model"]:
+        shapes["embed_tokens.weight"] = shapes["lm_head.weight"] = (vocab_size, size)
     if config.get("attention_sink_bias"):
         for i in range(layers["num_hidden_layers"]):
             sinks = (layers["num_attention_heads"],)
@@ -699,7 +701,7 @@ def eagle_chain(
     Without any cache: every step computes all pairs again. P-EAGLE's pairs after the
     real ones are all the same.
     """
-    masked = w.get("mask_hidden")
+    masked, embedding = w.get("mask_hidden"), w.get("embed_tokens.weight", embedding)
     if masked is not None:
         more = np.repeat(masked.reshape(1, -1), num_tokens - 1, 0)
         features = np.concatenate([features, more])
@@ -722,7 +724,7 @@ def eagle_chain(
         at = -1 if masked is None else len(given) - num_tokens + step
         own = after[at] @ w["lm_head.weight"].T
         found = np.full(VOCAB, -np.inf)
-        found[np.arange(len(own)) + w["d2t"]] = own
+        found[np.arange(len(own)) + w.get("d2t", 0)] = own
         logits.append(found)
         proposed.append(int(found.argmax()))
         if masked is None:

@@ -104,6 +104,13 @@ EAGLES: dict[str, dict[str, Any]] = {
     "eagle3.1": published.eagle_config(
         fc_norm=True, norm_output=True, norm_before_residual=True
     ),
+    "deepseek": published.eagle_config(
+        architectures=["Qwen3Eagle3Model"],
+        model_type="qwen3",
+        draft_vocab_size=None,
+        num_target_layers=LAYERS,
+        target_layer_ids=list(READS),
+    ),
     "speculators": published.speculators_config("eagle3", norm_before_fc=True),
     "peagle": published.peagle_config(norm_before_residual=True),
     "speculators peagle": published.speculators_config(
@@ -467,7 +474,7 @@ def test_chains(name: str, lender: LoadedModel, tmp_path: Path) -> None:
     check_chain(head, weights, config, lender)
     # Where nobody says which layers, the target's depth does.
     assert head.args.target_layers == (
-        READS if "speculators" in name else (1, 2, LAYERS - 4)
+        READS if name[:1] in "sd" else (1, 2, LAYERS - 4)
     )
 
 
