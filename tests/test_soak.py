@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.engine.decode_batch import DecodeBatch
+from specdec.engine.batch import DecodeBatch
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRows
 from specdec.utils.output_text import OutputText
@@ -44,12 +44,12 @@ def rows_stay(self: Engine) -> None:
         self._running.retire()
 
 
-_row_limits = DecodeBatch._row_limits
+_room = DecodeBatch._room
 
 
-def limits_of_the_batch(self: DecodeBatch, k: int) -> tuple[int, ...]:
-    limits = _row_limits(self, k)
-    return tuple(-1 if n < 0 else max(limits) for n in limits)
+def limits_of_the_batch(self: DecodeBatch) -> tuple[tuple[int, ...], bool]:
+    limits, exact = _room(self)
+    return tuple(-1 if n < 0 else max(limits) for n in limits), exact
 
 
 _trim = ModelRows.trim_per_sequence
@@ -75,7 +75,7 @@ def holds_nothing_back(self: OutputText) -> int:
     ("owner", "name", "fault", "seed", "requests"),
     [
         (Engine, "_retire", rows_stay, 3, 10),
-        (DecodeBatch, "_row_limits", limits_of_the_batch, 10, 25),
+        (DecodeBatch, "_room", limits_of_the_batch, 10, 25),
         (ModelRows, "trim_per_sequence", trims_too_little, 17, 10),
         (OutputText, "_held_back", holds_nothing_back, 12, 25),
     ],

@@ -27,10 +27,10 @@ from ..spec_decode import Drafter, DraftGuard
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
 from ..utils.output_text import Detokenizer, OutputText
 from .admission import Preflight
-from .decode_batch import DecodeBatch
-from .in_flight import InFlight, StepOutput
+from .batch import DecodeBatch
 from .observer import RoundObserver
 from .rehearsal import Rehearsal
+from .round import InFlight, StepOutput
 from .scheduler import Scheduler
 
 log = logging.getLogger("specdec.engine")
@@ -457,11 +457,10 @@ class Engine:
             batch.expected += len(self._joining.batch.unfinished)
         if not batch.needs_a_round():
             return True
-        k = batch.choose_k()
-        lookahead = batch.lookahead(k)
-        if ahead <= lookahead:
-            self._in_flight.append(batch.dispatch(k))
-        return ahead >= lookahead
+        plan = batch.plan()
+        if ahead <= plan.lookahead:
+            self._in_flight.append(batch.dispatch(plan))
+        return ahead >= plan.lookahead
 
     def _emit(self) -> list[StepOutput]:
         """Wait for the oldest round in flight; return its rows' tokens and text."""
@@ -470,14 +469,13 @@ class Engine:
         self.stats.decode_seconds += self._lap()
         round_ = self._in_flight.popleft()
         rows = round_.running
-        kept = round_.read()
-        if round_.first:
+        if round_.plan.first:
+            round_.read()
             self.stats.take_prefilled(rows)
             self.stats.prefill_seconds += self._lap()
         else:
             assert self._running is not None
-            self._running.learn(round_, kept)
-            self._running.recover(round_)
+            self._running.read(round_)
             self.stats.rounds += 1
         self._observer.read(round_.num_draft_tokens, rows)
         self._retire()

@@ -18,9 +18,9 @@ from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter
 from ..spec_decode.draft_length import FixedLength
 from ..utils.warm_up import warm_up
-from .decode_batch import DecodeBatch
-from .in_flight import InFlight
+from .batch import DecodeBatch
 from .observer import RoundObserver
+from .round import InFlight
 
 log = logging.getLogger("specdec.engine")
 
@@ -151,7 +151,7 @@ class _Show:
 
     def _round(self, k: int) -> None:
         assert self._batch is not None
-        self._in_flight.append(self._batch.dispatch(k))
+        self._in_flight.append(self._batch.dispatch(self._batch.plan(k)))
         self._in_flight.popleft().read()
 
     def _join(self) -> None:

@@ -23,7 +23,7 @@ from ..sampling_params import SamplingParams, require_params
 from ..utils.output_text import token_text
 from .admission import Preflight
 from .engine import Engine
-from .in_flight import StepOutput
+from .round import StepOutput
 from .turns import turns
 
 

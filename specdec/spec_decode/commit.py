@@ -14,7 +14,7 @@ from ..backend import defaults
 from ..cache import put_rows
 from ..cuda import commit_kernel
 from ..models.kernel_proofs import kept_proofs
-from .rejection_sampler import Accepted, count_kept, next_recent
+from .rejection_sampler import count_kept, next_recent
 
 
 @dataclass(frozen=True)
@@ -83,64 +83,6 @@ Compute = Callable[
 ]
 
 
-@dataclass(frozen=True)
-class CommitResult:
-    """What a round accepts, and what follows from it; on the device.
-
-    Args:
-        accepted: what every row commits.
-        limit: the most draft tokens that each row could accept, of those proposed for
-            it; -1 if it had ended; shape (B,), int32.
-        rejected: how many of the round's inputs are taken back, shape (B,), int32.
-        packed: for the host, shape (B, k + 3), int32: how many tokens each row keeps,
-            ``limit``, and the k + 1 chosen tokens.
-        committed: what is committed after the round.
-    """
-
-    accepted: Accepted
-    limit: mx.array
-    rejected: mx.array
-    packed: mx.array
-    committed: Committed
-
-    @classmethod
-    def by(
-        cls,
-        compute: Compute,
-        inputs: mx.array,
-        chosen: mx.array,
-        limit: mx.array,
-        meant: mx.array | None,
-        committed: Committed,
-    ) -> CommitResult:
-        """The result of a round that is decided by equality.
-
-        Args:
-            inputs, chosen, limit, meant: as for :func:`commit`.
-            committed: before the round.
-        """
-        kept, limit, rejected, packed, recent, lengths = compute(
-            inputs, chosen, limit, meant, committed.recent, committed.lengths
-        )
-        after = Committed(recent, lengths)
-        return cls(Accepted(chosen, kept), limit, rejected, packed, after)
-
-    @classmethod
-    def of(
-        cls, accepted: Accepted, limit: mx.array, committed: Committed
-    ) -> CommitResult:
-        """The result of a round that accepts ``accepted``.
-
-        Args:
-            limit: as above.
-            committed: before the round.
-        """
-        rejected, packed, recent, lengths = _after(
-            accepted.chosen, accepted.kept, limit, committed.recent, committed.lengths
-        )
-        return cls(accepted, limit, rejected, packed, Committed(recent, lengths))
-
-
 def committer() -> Compute:
     """The kernel if the backend uses it and it is proven; else :func:`commit`."""
     if not defaults().kernels:
@@ -169,22 +111,35 @@ def commit(
         recent, lengths: of :class:`Committed`, before the round.
 
     Returns:
-        How many tokens each row keeps, then ``limit``, ``rejected`` and ``packed`` of
-        :class:`CommitResult`, then ``recent`` and ``lengths`` after the round.
+        How many tokens each row keeps, shape (B,), int32; then what :func:`after`
+        returns.
     """
     if meant is not None:
         limit = mx.minimum(limit, meant)
     kept = count_kept(inputs[:, 1:], chosen, limit)
-    return kept, limit, *_after(chosen, kept, limit, recent, lengths)
+    return kept, *after(chosen, kept, limit, recent, lengths)
 
 
-def _after(
+def after(
     chosen: mx.array,
     kept: mx.array,
     limit: mx.array,
     recent: mx.array,
     lengths: mx.array,
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, ...]:
+    """What follows from what a round accepts.
+
+    Args:
+        chosen, kept: see :class:`~specdec.spec_decode.rejection_sampler.Accepted`.
+        limit: the most draft tokens that each row could accept, of those proposed for
+            it; -1 if it had ended; shape (B,), int32.
+        recent, lengths: of :class:`Committed`, before the round.
+
+    Returns:
+        ``limit``; how many of the round's inputs are taken back, shape (B,), int32; for
+        the host, shape (B, k + 3), int32: ``kept``, ``limit`` and ``chosen``; and
+        ``recent`` and ``lengths`` after the round.
+    """
     rejected = chosen.shape[1] - kept
     packed = mx.concatenate([kept[:, None], limit[:, None], chosen], axis=1)
     if chosen.shape[1] > 1:
@@ -193,4 +148,4 @@ def _after(
         # Plain rounds: tokens of rows that have ended are never read, and keeping them
         # would make what follows a third slower.
         recent = mx.concatenate([recent[:, 1:], chosen], axis=1)
-    return rejected, packed, recent, lengths + kept
+    return limit, rejected, packed, recent, lengths + kept

@@ -10,12 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..models.runner import ModelRows
 from ..request import Request, TokenLogprobs
 from ..sampling import Draws, GrammarMasks, RowSampling
 from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
 from ..sampling_params import SamplingParams
 from . import Proposals, Round, rejection_sampler
-from .commit import CommitResult, Committed, Compute, committer
+from .commit import Committed, Compute, after, committer
 from .custom_samplers import choose_stepwise
 from .rejection_sampler import Accepted, AcceptedPrefix, Proposed
 
@@ -73,10 +74,16 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Decision(CommitResult):
-    """What a round commits, and what the host checks of it.
+class Decision:
+    """What a round decided, on the device.
 
     Args:
+        accepted: what every row commits.
+        rejected: how many of the round's inputs are taken back, shape (B,), int32.
+        committed: what is committed after the round.
+        packed: for the host, shape (B, k + 3), int32: how many tokens each row keeps;
+            the most draft tokens that it could accept, of those proposed for it, or -1
+            if it keeps nothing; and the k + 1 chosen tokens.
         peaks: the largest logit of every position, shape (B, k + 1): NaN if any of
             its logits is NaN, minus infinity if no token is possible.
         logprobs: log-probabilities, if a row asked for them.
@@ -84,6 +91,10 @@ class Decision(CommitResult):
             that the row keeps.
     """
 
+    accepted: Accepted
+    rejected: mx.array
+    committed: Committed
+    packed: mx.array
     peaks: mx.array
     logprobs: Logprobs | None = None
     errors: dict[int, str] = field(default_factory=dict)
@@ -178,18 +189,20 @@ class Verifier:
 
     def round_of(
         self,
-        k: int,
+        limits: Sequence[int],
         committed: Committed,
         active: mx.array,
-        limits: Sequence[int],
+        target: ModelRows | None = None,
     ) -> Round:
-        """The round of ``k`` that a drafter is asked to propose for.
+        """The round that a drafter is asked to propose for.
 
         Args:
+            limits: the most draft tokens that each row may accept.
             committed: what is committed before it.
             active: rows still being decoded, shape (B,), boolean.
-            limits: the most draft tokens that each row may accept.
+            target: the target's caches.
         """
+        k = max(0, *limits)
         grammar = self._masks(limits, k + 1) if self.grammars else None
         given = None
         if k and grammar is not None:
@@ -208,6 +221,8 @@ class Verifier:
             given,
             lengths=committed.lengths,
             grammar=grammar,
+            target=target,
+            clients=self.clients,
         )
 
     def _masks(self, limits: Sequence[int], num_tokens: int) -> GrammarMasks:
@@ -229,6 +244,7 @@ class Verifier:
         logits: mx.array,
         limit: mx.array,
         *,
+        hidden: mx.array | None = None,
         checks: bool = False,
     ) -> Decision:
         """Decide what every row commits.
@@ -241,6 +257,7 @@ class Verifier:
             logits: the target's logits, shape (B, k + 1, V).
             limit: the most draft tokens that each row may accept, -1 for rows that
                 have ended, shape (B,), int32.
+            hidden: the target's hidden states, for the drafter.
             checks: a row with a logit that is NaN or infinity keeps nothing.
         """
         draws, proposed = round_.draws, inputs[:, 1:]
@@ -254,9 +271,10 @@ class Verifier:
             # logits of the tokens before it, as 0 times NaN.
             limit = mx.where((peaks < inf).all(axis=-1), limit, -1)
         chosen = self.sampling.choose(logits, draws)
-        before = Committed(round_.recent, round_.lengths)
-        result = CommitResult.by(self.compute, inputs, chosen, limit, meant, before)
-        accepted, limit = result.accepted, result.limit
+        before = round_.recent, round_.lengths
+        kept, *follows = self.compute(inputs, chosen, limit, meant, *before)
+        by_equality = accepted = Accepted(chosen, kept, hidden)
+        limit = follows[0]
         if proposals is not None and self.needs_probabilities:
             accepted = self._by_ratio(accepted, proposals, logits, draws, limit)
         errors = {} if round_.grammar is None else dict(round_.grammar.errors)
@@ -266,16 +284,16 @@ class Verifier:
             )
             errors |= failed
             peaks = logits.max(axis=-1)
-        if accepted is not result.accepted:  # not equality alone has decided
-            result = CommitResult.of(accepted, limit, before)
+        if accepted is not by_equality:
+            follows = list(after(accepted.chosen, accepted.kept, limit, *before))
+        _, rejected, packed, recent, lengths = follows
         if checks and proposals is None:  # rows that keep nothing may go on
-            after = result.committed
-            recent = mx.where(limit[:, None] < 0, before.recent, after.recent)
-            result = replace(result, committed=replace(after, recent=recent))
+            recent = mx.where(limit[:, None] < 0, round_.recent, recent)
         logprobs = None
         if self.num_top is not None:
             logprobs = Logprobs.of(logits, accepted.chosen, self.num_top)
-        return Decision(**vars(result), peaks=peaks, logprobs=logprobs, errors=errors)
+        committed = Committed(recent, lengths)
+        return Decision(accepted, rejected, committed, packed, peaks, logprobs, errors)
 
     def _by_ratio(
         self,
@@ -317,9 +335,10 @@ class Verifier:
             ruled = rejection_sampler.with_extra_token(proposed, prefix, noise[:, 0])
             # A row that may accept nothing decides as in a round of k = 0.
             rows = rows & (limit > 0)
-            accepted = Accepted(
-                mx.where(rows[:, None], ruled.chosen, accepted.chosen),
-                mx.where(rows, ruled.kept, accepted.kept),
+            accepted = replace(
+                accepted,
+                chosen=mx.where(rows[:, None], ruled.chosen, accepted.chosen),
+                kept=mx.where(rows, ruled.kept, accepted.kept),
             )
         return accepted
 

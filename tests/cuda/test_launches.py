@@ -19,7 +19,8 @@ import pytest
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.backend import BackendDefaults
 from specdec.cuda import commit_kernel, gated_delta, ngram_kernel
-from specdec.engine.decode_batch import DecodeBatch
+from specdec.engine.batch import DecodeBatch
+from specdec.engine.round import Plan
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.spec_decode import NamedDrafter, commit, ngram_search
 from specdec.tools.decoding import token_level
@@ -64,10 +65,10 @@ class Launches:
             patch.setattr(module, name, self._kernel(name, stands_for))
         dispatch = DecodeBatch.dispatch
 
-        def noted(batch: DecodeBatch, k: int, **options: Any) -> Any:
+        def noted(batch: DecodeBatch, plan: Plan) -> Any:
             self._found.clear()
-            in_flight = dispatch(batch, k, **options)
-            if len(batch.slots) == self._num_rows and not in_flight.first:
+            in_flight = dispatch(batch, plan)
+            if len(batch.slots) == self._num_rows and not plan.first:
                 found = in_flight.num_draft_tokens, Counter(self._found)
                 self.rounds.append(found)
             return in_flight

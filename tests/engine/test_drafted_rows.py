@@ -11,13 +11,13 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.engine.decode_batch import DecodeBatch
-from specdec.engine.pacing import IDLE, Pacing
+from specdec.engine.batch import DecodeBatch
+from specdec.engine.round import IDLE
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import ChainDrafter, Drafter, DraftModel, NgramDrafter
-from specdec.spec_decode.draft_length import BatchState, FixedLength
+from specdec.spec_decode.draft_length import BatchState
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, drafts_of, engine_of, exact, run_rows
 from tests.scripted import Script
 
@@ -183,15 +183,19 @@ def test_rows_join_those_that_draft_unasked(target: Any) -> None:
     assert [list(s.room) for s in length.asked] == [[4, 4], [4, 4]]
 
 
-def test_rows_that_bring_a_draft_are_joined_as_those_that_draft() -> None:
+def test_rows_that_bring_a_draft_are_joined_as_those_that_draft(target: Any) -> None:
     """Catches a count of rounds without a draft that goes on from before they came."""
-    pacing = Pacing(FixedLength(2), None)
-    assert pacing.drafts
-    for _ in range(IDLE):
-        pacing.begin(0, (0,), (1,), 0)
-    assert not pacing.drafts
-    pacing.restart()
-    assert pacing.drafts
+    params = SamplingParams(max_tokens=IDLE + 40, num_draft_tokens=0)
+    engine = engine_of(target, target, num_draft_tokens=2)
+    engine.add(Request(0, "", (5, 6), params))
+    while engine.stats.rounds <= IDLE:
+        engine.step()
+    assert engine._running is not None
+    assert not engine._running.drafts
+    engine.add(Request(1, "", (7, 8), SamplingParams(max_tokens=30)))
+    while len(engine._running.unfinished) < 2:
+        engine.step()
+    assert engine._running.drafts
 
 
 def test_a_draft_is_dropped_with_the_last_row_that_has_one(

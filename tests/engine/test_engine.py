@@ -16,7 +16,7 @@ import pytest
 
 import specdec.sampling.rows
 from specdec.backend import BackendDefaults
-from specdec.engine.decode_batch import DecodeBatch
+from specdec.engine.batch import DecodeBatch
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from specdec.sampling import gumbel_noise
@@ -216,12 +216,10 @@ def test_rounds_without_proposals_in_between(
     """The draft's cache catches up: a perfect draft goes on being accepted."""
     rng = random.Random(1)
 
-    def choose_k(self: DecodeBatch) -> int:
-        if rng.random() < 0.5:
-            return 0
-        return min(3, max(s.remaining for s in self.unfinished) - 1)
-
-    monkeypatch.setattr(DecodeBatch, "choose_k", choose_k)
+    plan = DecodeBatch.plan
+    monkeypatch.setattr(
+        DecodeBatch, "plan", lambda self: plan(self, rng.choice((0, 3)))
+    )
     tokens = [30, 9, 22, 41, 5, 30, 30, 17]
     rows = exact(target, drafts[draft], PROMPTS, tokens, batch_size=4, backend=backend)
     drafted, accepted = drafts_of(rows)

@@ -15,7 +15,8 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.cache.storage import Storage
-from specdec.engine.decode_batch import DecodeBatch
+from specdec.engine.batch import DecodeBatch
+from specdec.engine.round import Plan
 from specdec.models.compiled import CompiledForwards
 from specdec.models.runner import ModelRows
 from specdec.request import Request
@@ -352,10 +353,10 @@ def test_rows_that_wait_for_memory_keep_no_slots(
     sizes: list[tuple[int, int]] = []
     dispatch = DecodeBatch.dispatch
 
-    def noted(self: DecodeBatch, k: int, **options: Any) -> Any:
-        if not options:
+    def noted(self: DecodeBatch, plan: Plan) -> Any:
+        if not plan.first:
             sizes.append((len(self.slots), len(self.unfinished)))
-        return dispatch(self, k, **options)
+        return dispatch(self, plan)
 
     monkeypatch.setattr(DecodeBatch, "dispatch", noted)
 

@@ -19,17 +19,41 @@ from hypothesis import strategies as st
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.cuda.kernels import cuda_kernel
-from specdec.engine.decode_batch import DecodeBatch
-from specdec.spec_decode import NamedDrafter, commit
-from specdec.spec_decode.commit import CommitResult, Committed
+from specdec.engine.batch import DecodeBatch
+from specdec.spec_decode import NamedDrafter, commit, ngram_search
+from specdec.spec_decode.commit import Committed
 from specdec.tools.decoding import token_level
 from tests.cuda.emulation import cuda
 
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
 
-by_operations = partial(CommitResult.by, commit.commit)
-by_kernel = partial(CommitResult.by, commit_kernel.commit)
+
+@dataclass(frozen=True)
+class Result:
+    """What :func:`specdec.spec_decode.commit.commit` returns, in order."""
+
+    kept: mx.array
+    limit: mx.array
+    rejected: mx.array
+    packed: mx.array
+    recent: mx.array
+    lengths: mx.array
+
+
+def result_of(
+    compute: commit.Compute,
+    inputs: mx.array,
+    chosen: mx.array,
+    limit: mx.array,
+    meant: mx.array | None,
+    before: Committed,
+) -> Result:
+    return Result(*compute(inputs, chosen, limit, meant, before.recent, before.lengths))
+
+
+by_operations = partial(result_of, commit.commit)
+by_kernel = partial(result_of, commit_kernel.commit)
 
 
 @dataclass(frozen=True)
@@ -84,9 +108,8 @@ def rounds(draw: st.DrawFn) -> Played:
     )
 
 
-def check(played: Played, result: CommitResult) -> None:
+def check(played: Played, result: Result) -> None:
     """Against the same, row by row."""
-    after = result.committed
     for i, text in enumerate(played.texts):
         drafts, chosen, limit = played.proposed[i], played.chosen[i], played.limit[i]
         if played.meant is not None:
@@ -97,17 +120,15 @@ def check(played: Played, result: CommitResult) -> None:
         new = [*text, *chosen[:kept]]
         padded = [-1] * played.window + new
         found: Any = [
-            result.accepted.chosen,
-            result.accepted.kept,
+            result.kept,
             result.limit,
             result.rejected,
             result.packed,
-            after.recent,
-            after.lengths,
+            result.recent,
+            result.lengths,
         ]
         assert {array.dtype for array in found} == {mx.int32}
         assert [array[i].tolist() for array in found] == [
-            chosen,
             kept,
             limit,
             len(chosen) - kept,
@@ -116,7 +137,7 @@ def check(played: Played, result: CommitResult) -> None:
             # do not keep those of rows that have ended.
             padded[len(padded) - played.window :]
             if kept or len(chosen) > 1
-            else after.recent[i].tolist(),
+            else result.recent[i].tolist(),
             len(new),
         ]
 
@@ -137,8 +158,7 @@ def test_a_plain_round_takes_few_operations(num_rows: int, tmp_path: Path) -> No
     mx.eval(committed.recent, committed.lengths)
     result = by_operations(*arguments)
     file = tmp_path / "graph.dot"
-    after = result.committed
-    mx.export_to_dot(str(file), result.packed, after.recent, after.lengths)
+    mx.export_to_dot(str(file), result.packed, result.recent, result.lengths)
     found = Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
     views = {"Slice", "ExpandDims", "Broadcast"}
     computed = {name: n for name, n in found.items() if name not in views}
@@ -150,13 +170,11 @@ def test_what_follows_from_a_verdict_that_others_made(
     played: Played, kept: int
 ) -> None:
     """Rows may keep what equality would not have them keep."""
-    inputs, chosen, limit, _, committed = played.arguments
+    _, chosen, limit, _, committed = played.arguments
     width = chosen.shape[1]
-    accepted = replace(
-        by_operations(inputs, chosen, limit, None, committed).accepted,
-        kept=mx.full(limit.shape, min(kept, width), mx.int32),
-    )
-    result = CommitResult.of(accepted, limit, committed)
+    count = mx.full(limit.shape, min(kept, width), mx.int32)
+    before = committed.recent, committed.lengths
+    result = Result(count, *commit.after(chosen, count, limit, *before))
     as_if = replace(
         played,
         proposed=[row[:-1] for row in played.chosen],
@@ -165,10 +183,10 @@ def test_what_follows_from_a_verdict_that_others_made(
     )
     wanted = by_operations(*as_if.arguments)
     assert mx.array_equal(result.rejected, wanted.rejected)
-    assert mx.array_equal(result.committed.recent, wanted.committed.recent)
-    assert mx.array_equal(result.committed.lengths, wanted.committed.lengths)
+    assert mx.array_equal(result.recent, wanted.recent)
+    assert mx.array_equal(result.lengths, wanted.lengths)
     assert mx.array_equal(result.packed[:, 2:], wanted.packed[:, 2:])
-    assert mx.array_equal(result.packed[:, 0], wanted.accepted.kept)
+    assert mx.array_equal(result.packed[:, 0], wanted.kept)
     assert mx.array_equal(result.packed[:, 1], limit)
 
 
@@ -379,7 +397,8 @@ def test_tokens_are_the_same(
     monkeypatch.setattr(
         "specdec.spec_decode.verifier.committer", lambda: commit_kernel.commit
     )
-    monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
+    for name in ("search", "keep"):
+        monkeypatch.setattr(ngram_search, name, getattr(ngram_kernel, name))
     assert [decoded(drafter) for drafter in drafters] == without
 
 

@@ -271,7 +271,7 @@ class PlainRounds:
     def run(self, *, look: bool = False) -> None:
         self._number += 1
         active, limit = mx.array([True, True]), mx.array([0, 0])
-        round_ = self._rules.round_of(0, self._committed, active, [0, 0])
+        round_ = self._rules.round_of([0, 0], self._committed, active)
         if look:
             found = self.rows.propose(replace(round_, num_draft_tokens=2))
             mx.eval(found.tokens, found.lengths)

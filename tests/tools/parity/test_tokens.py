@@ -11,7 +11,7 @@ import pytest
 
 from specdec import SamplingParams, SpecDecoder, backend
 from specdec.cache import positions
-from specdec.engine.decode_batch import DecodeBatch
+from specdec.engine.batch import DecodeBatch
 from specdec.models.runner import ModelRows
 from specdec.sampling import RowSampling
 from specdec.spec_decode import commit

@@ -1,70 +1,31 @@
-"""Rows that decode together. :meth:`DecodeBatch.dispatch` is their round.
-
-    propose -> verify -> accept -> commit
+"""Rows that come and go: slots, prefill, joins, resizing.
 
 A batch has a fixed number of slots. A row that ends leaves its slot idle. A row that
 joins is written into an idle slot; no other row is copied, and no shape changes.
-
-What the next round needs (kept counts, newest tokens, offsets) stays on the device.
-The host reads a round's tokens while the next round runs.
+:mod:`specdec.engine.round` takes its rows through rounds.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from ..backend import LOOKAHEAD, BackendDefaults
 from ..models.runner import ModelRunner
 from ..request import Request
-from ..spec_decode import Drafter, DraftRows, Proposals, Round
-from ..spec_decode.chain import continued
+from ..spec_decode import Drafter, DraftRows
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
-from ..spec_decode.verifier import Decision, Verifier
-from .in_flight import InFlight
-from .limits import DraftLimits
+from ..spec_decode.verifier import Verifier
 from .observer import RoundObserver
-from .pacing import Pacing
-
-log = logging.getLogger("specdec.engine")
+from .round import InFlight, Plan, Rounds
 
 NO_TOKENS: tuple[int, ...] = ()
 
 
-@dataclass
-class _Spoiled:
-    """Rows that are drafted for no more: their proposals made logits not finite.
-
-    Args:
-        numbers: their numbers.
-        plain_next: whether the next round has no draft, so that they get a token.
-        rows: which rows they are, shape (B, 1), boolean; ``None`` if there are none.
-    """
-
-    numbers: set[int] = field(default_factory=set)
-    plain_next: bool = False
-    rows: mx.array | None = None
-
-    def mark(self, slots: Sequence[Request | None]) -> None:
-        """Note in which slots they are."""
-        spoiled = [s is not None and s.number in self.numbers for s in slots]
-        self.rows = mx.array(spoiled)[:, None] if any(spoiled) else None
-
-    def harmless(self, round_: Round, proposals: Proposals) -> Proposals:
-        """The proposals, where these rows get a token that the target has read."""
-        if self.rows is None:
-            return proposals
-        newest = round_.recent[:, -1:]
-        tokens = mx.where(self.rows, newest, proposals.tokens)
-        return replace(proposals, tokens=tokens)
-
-
-class DecodeBatch:
+class DecodeBatch(Rounds):
     """Rows that decode in lockstep, each keeping what was accepted for it.
 
     Between rounds the target's cache holds all committed tokens of a row but the
@@ -103,19 +64,12 @@ class DecodeBatch:
         self.slots: list[Request | None] = [*rows, *[None] * (num_slots - len(rows))]
         self.expected = 0
         self.alone = True
-        self._in_flight = in_flight
-        self._limits = DraftLimits(
-            drafter, length.max_draft_tokens, exact=backend.costs_by_token
-        )
-        self._spoiled = _Spoiled()
-        self._backend = backend
-        self._observer = observer
-        self._pacing = Pacing(length, backend.peek_rows)
+        super().__init__(drafter, length, backend, observer, in_flight)
         prompts = [s.prompt_tokens if s else NO_TOKENS for s in self.slots]
         # A prompt's last token is fed alone, so that no chunk computes logits in vain.
         self._target = target.rows(
             [p[:-1] for p in prompts],
-            max_round=self._limits.most + 1,
+            max_round=self.most + 1,
             max_length=self._max_length(),
             last=[p[-1] if p else 0 for p in prompts],
             single_stays=True,
@@ -136,11 +90,11 @@ class DecodeBatch:
         """The most tokens that a row can ever hold, rejected ones included."""
         longest = max(s.max_length for s in self.slots if s)
         # Rounds in flight may have taken a row past its end.
-        return longest + (LOOKAHEAD + 2) * (self._limits.most + 1)
+        return longest + (LOOKAHEAD + 2) * (self.most + 1)
 
     def _is_drafted(self, request: Request) -> bool:
         """Whether a row is drafted for when it begins."""
-        return self._limits.at(request, len(request.prompt_tokens)) > 0
+        return self.most_for(request, len(request.prompt_tokens)) > 0
 
     def _wants_draft(self) -> bool:
         """Whether the drafter needs to know the rows.
@@ -175,11 +129,6 @@ class DecodeBatch:
         return [None if s is None else s.params.cache_salt for s in self.slots]
 
     @property
-    def unfinished(self) -> list[Request]:
-        """The rows that have not ended."""
-        return [s for s in self.slots if s is not None and s.finish_reason is None]
-
-    @property
     def prefill_tokens(self) -> int:
         """Prompt tokens prefilled so far: computed, or found in the prefix store."""
         return sum(self._target.done)
@@ -189,11 +138,6 @@ class DecodeBatch:
         """Bytes of the target's caches and of the drafter's state."""
         draft = 0 if self._draft is None else self._draft.nbytes
         return self._target.nbytes + draft
-
-    @property
-    def drafts(self) -> bool:
-        """Whether one of the last rounds drafted."""
-        return self._draft is not None and self._pacing.drafts
 
     # -- prefill -----------------------------------------------------------
 
@@ -210,7 +154,7 @@ class DecodeBatch:
         for request, reused in zip(self.slots, self._target.reused, strict=True):
             if request is not None:
                 request.prefix_tokens = reused
-        first = self.dispatch(0, first=True)
+        first = self.dispatch(Plan(0, self._no_draft(), first=True))
         self._in_flight.append(first)
         self._observe(first.decision.accepted.chosen, [1] * len(self.slots))
         if self._draft is not None:
@@ -238,236 +182,7 @@ class DecodeBatch:
             ]
             self._draft.observe(self._target.hidden, following, drafted)
 
-    # -- rounds ------------------------------------------------------------
-
-    def needs_a_round(self) -> bool:
-        """Whether a row may need more tokens than the rounds in flight surely bring."""
-        return any(s.remaining > self._pending(s) for s in self.unfinished)
-
-    def _pending(self, request: Request) -> int:
-        """How many rounds in flight have this row: each brings it a token or more."""
-        return sum(f.has(request) for f in self._in_flight)
-
-    def choose_k(self) -> int:
-        """Tokens to propose in the next round; asking changes nothing."""
-        left = {s.number: s.remaining for s in self.unfinished}
-        room, most = list[int](), 0
-        if self._draft is not None:
-            most = max(self._limits.of_use(s, self._pending) for s in self.unfinished)
-            room = [n for n in self._row_limits(most) if n >= 0]
-        missed, alone = self._backlog, not self.expected
-        k = self._pacing.choose(
-            len(self.slots), room, left, backlog=missed, alone=alone
-        )
-        return 0 if self._spoiled.plain_next else min(most, k)
-
-    @property
-    def _backlog(self) -> int:
-        """Tokens of a row, on average, that the drafter has yet to take in."""
-        return 0 if self._draft is None else self._draft.backlog
-
-    @property
-    def _new_shapes(self) -> int:
-        """Forwards of both models so far whose shapes were new."""
-        draft = 0 if self._draft is None else self._draft.new_shapes
-        return self._target.new_shapes + draft
-
-    def lookahead(self, k: int) -> int:
-        """Rounds that may be in flight when a round of k is dispatched.
-
-        With 0, a round is read before the next begins. That is so if a row follows a
-        user's function or a grammar, which needs every token, and for drafts on a CPU,
-        where a round that turns out to be useless costs too much. Recurrent states
-        cannot lose a single token, as a row must whose caches a draft has spoiled: a
-        round without a draft then waits for those with one.
-        """
-        at_once = self._backend.costs_by_token
-        if not k:
-            at_once = self._target.single_stays and self._drafted_in_flight
-        if self._rules.needs_tokens or at_once:
-            return 0
-        return LOOKAHEAD
-
-    @property
-    def _drafted_in_flight(self) -> bool:
-        """Whether a round in flight has a draft, which may spoil rows."""
-        return any(f.num_draft_tokens for f in self._in_flight)
-
-    def _row_limits(self, k: int) -> tuple[int, ...]:
-        """Draft tokens that each row may accept in a round of k; -1: it has ended."""
-        return self._limits.of(k, self.slots, self._bounds, self._pending)
-
-    def dispatch(self, k: int, *, first: bool = False) -> InFlight:
-        """Propose, verify, accept, commit: one round, handed to the device.
-
-        Nothing here waits for the device, unless a user's function or a grammar does.
-
-        Args:
-            k: tokens to propose.
-            first: the round is the last step of the prompts: it brings their first
-                tokens.
-        """
-        shapes = self._new_shapes
-        limits = self._row_limits(k if self._draft is not None else 0)
-        k = max(0, *limits)
-        self._spoiled.plain_next = self._spoiled.plain_next and (k > 0 or first)
-        self._observer.begun(k)
-        looks = not first and self._begin_timing(k, limits)
-        round_ = self._round(k, limits)
-
-        proposals = self._propose(round_)
-        peeked = self._peek(round_) if looks else None
-        inputs, logits = self._verify(proposals)
-        checks = k > 0 or (not first and self._drafted_in_flight)
-        decision = self._accept(
-            round_, inputs, proposals, logits, limits, checks=checks
-        )
-        self._commit(round_, decision, to_draft=not first, checks=checks)
-
-        if self._new_shapes > shapes:
-            self._pacing.interrupt(new_shape=k > 0)  # rounds that waited are not timed
-        rows, offset = tuple(self.slots), self._target.offset
-        return InFlight.of(
-            rows, decision, offset, first=first, checks=checks, peeked=peeked
-        )
-
-    def _begin_timing(self, k: int, limits: Sequence[int]) -> bool:
-        """Start the round's clock; return whether to peek at draft proposals."""
-        numbers = [-1 if s is None else s.number for s in self.slots]
-        return self._pacing.begin(k, limits, numbers, self._backlog)
-
-    def _round(self, k: int, limits: Sequence[int]) -> Round:
-        committed = self._committed.within(self._rules.sampling.context_size)
-        round_ = self._rules.round_of(k, committed, self._active, limits)
-        return replace(round_, target=self._target, clients=self._rules.clients)
-
-    def _propose(self, round_: Round) -> Proposals | None:
-        """The draft's k tokens for every row; ``None`` if k is 0."""
-        if not round_.num_draft_tokens or self._draft is None:
-            return None
-        proposals = self._draft.propose(round_)
-        if round_.given is not None:  # a drafter may ignore the tokens given
-            vocab_size = round_.sampling.vocab_size
-            proposals = continued(round_.given, proposals, vocab_size)
-        return self._spoiled.harmless(round_, proposals)
-
-    def _verify(self, proposals: Proposals | None) -> tuple[mx.array, mx.array]:
-        """One forward of the target: inputs (B, k + 1) and logits (B, k + 1, V)."""
-        inputs = self._committed.newest
-        if proposals is not None:
-            inputs = proposals.after(inputs)
-            self._observer.built("draft", inputs)
-        logits = self._target.forward(inputs)
-        self._observer.built("verify", logits)
-        return inputs, logits
-
-    def _accept(
-        self,
-        round_: Round,
-        inputs: mx.array,
-        proposals: Proposals | None,
-        logits: mx.array,
-        limits: tuple[int, ...],
-        *,
-        checks: bool,
-    ) -> Decision:
-        """How many proposals each row keeps, and the target's token after them."""
-        limit = self._limits.array(limits, self._bounds, self._committed.lengths)
-        decision = self._rules.decide(
-            round_, inputs, proposals, logits, limit, checks=checks
-        )
-        accepted = decision.accepted
-        self._observer.built("sampling", accepted.kept, accepted.chosen)
-        return decision
-
-    def _commit(
-        self, round_: Round, decision: Decision, *, to_draft: bool, checks: bool
-    ) -> None:
-        """Trim rejected tokens from both caches; note the tokens that rows gained."""
-        k = round_.num_draft_tokens
-        all_run = len(self.unfinished) == len(self.slots)
-        if (
-            checks or not all_run or decision.errors
-        ):  # else every row keeps its one token
-            self._target.trim_per_sequence(decision.rejected, k + 1)
-        if to_draft and self._draft is not None:
-            accepted = replace(decision.accepted, hidden=self._target.hidden)
-            self._draft.commit(round_, accepted)
-        self._committed = decision.committed
-
-    def _peek(self, round_: Round) -> Proposals | None:
-        """The proposals for a round that does not draft, if the drafter tells them."""
-        if self._draft is None or not self._limits.most:
-            return None
-        # No grammar masks: they would be made for tokens that nothing verifies.
-        most = self._limits.most
-        asked = replace(round_, num_draft_tokens=most, grammar=None)
-        peeked = self._draft.peek(asked)
-        # For proposals that were drawn, the emitted tokens do not show acceptance.
-        if peeked is None or peeked.probabilities is not None:
-            return None
-        self._pacing.look()
-        return peeked
-
-    def learn(self, in_flight: InFlight, kept: Sequence[int | None]) -> None:
-        """Show the policy what the oldest round in flight brought.
-
-        Args:
-            kept: tokens that each slot kept; ``None`` where no row was running.
-        """
-        self._pacing.read(in_flight, kept)
-
-    def recover(self, round_: InFlight) -> None:
-        """Let rows go on that kept nothing, since a draft has spoiled their caches.
-
-        Args:
-            round_: the round that was read.
-        """
-        spoiled = []
-        for i, error in round_.spoiled.items():
-            request = round_.rows[i]
-            assert request is not None
-            if round_.num_draft_tokens or request.number in self._spoiled.numbers:
-                request.drafts = False
-                spoiled.append(request.number)
-            else:  # no draft has touched it
-                request.fail(error)
-        if not spoiled:
-            return
-        self._spoiled.numbers.update(spoiled)
-        self._spoiled.plain_next = True
-        self._note_rows()
-        self._target.clean(
-            [i for i, s in enumerate(self.slots) if s and s.number in spoiled]
-        )
-        log.debug(
-            "draft tokens made logits of %d rows that are not finite: these rows go on "
-            "without a draft",
-            len(spoiled),
-        )
-
-    def note_interruption(self) -> None:
-        """Note that other work was dispatched between two rounds."""
-        self._pacing.interrupt()
-
-    def _bounds(self) -> list[tuple[int, int]]:
-        """The least and the most tokens that each row can have in the target's cache.
-
-        These are the tokens that were read, plus what the rounds in flight may add.
-        """
-        bounds = []
-        for s in self.slots:
-            if s is None:
-                bounds.append((0, 0))
-                continue
-            least = most = s.length - 1
-            for flying in self._in_flight:
-                if flying.has(s):
-                    # A round that checks may bring a row nothing.
-                    least += s.finish_reason is None and not flying.checks
-                    most += flying.num_draft_tokens + 1
-            bounds.append((least, most))
-        return bounds
+    # -- rows --------------------------------------------------------------
 
     def _note_lengths(self) -> None:
         """Tell the caches how long their rows are, as far as the host knows."""
@@ -478,8 +193,6 @@ class DecodeBatch:
             drafted = all(s and self._is_drafted(s) for s in self.slots)
             shortest = min(least) + 1 if drafted else 0
             self._draft.note_lengths(max(most) + 1, shortest)
-
-    # -- rows --------------------------------------------------------------
 
     def _note_rows(self) -> None:
         """Update the fields that depend on the rows."""
@@ -541,7 +254,7 @@ class DecodeBatch:
             plain._draft = plain._begin_draft()
             for _ in plain._draft.prefill():  # last tokens only, so there is little
                 pass
-            self._pacing.restart()
+            self._idle = 0  # rows have joined that are drafted for
         if rows[-1] >= len(free) >= len(rows):  # rows that ended take no slots then
             other._resize(len(rows))
             rows = list(range(len(rows)))
