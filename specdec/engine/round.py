@@ -23,6 +23,7 @@ from ..models.runner import ModelRows
 from ..request import Request, TokenLogprobs
 from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.chain import continued
+from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import (
     BatchState,
     DraftLength,

@@ -13,7 +13,7 @@ import pytest
 
 import specdec.backend
 from specdec import EngineConfig, SamplingParams, SpecDecoder
-from specdec.engine import pacing
+from specdec.engine import round as round_module
 from specdec.engine.rehearsal import Rehearsal
 from specdec.engine.scheduler import Scheduler
 from specdec.models.runner import ModelRows
@@ -35,7 +35,7 @@ class Device:
     def __init__(self, patch: pytest.MonkeyPatch):
         self.now, self.compiled, self.by_rows = 0.0, set[Any](), False
         patch.setattr(time, "perf_counter", self)
-        patch.setattr(pacing, "StepTimer", lambda: StepTimer(self))
+        patch.setattr(round_module, "StepTimer", lambda: StepTimer(self))
         for name in ("forward", "_forward"):
             patch.setattr(ModelRows, name, self._slow(name, getattr(ModelRows, name)))
 
