@@ -19,7 +19,7 @@ from ..config import (
 from ..errors import RankError, ServerError, reason_of
 from ..parallel import launched_rank
 from ..prompts import templates
-from ..server.config import PREFIX_SHARING, ServerConfig
+from ..server.config import ServerConfig
 from ..utils.printable import counted
 from . import options, ranks
 from .output import (
@@ -39,15 +39,7 @@ if TYPE_CHECKING:
 _ANSWERING = 1.0
 
 
-def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options.Option:
-    return click.option(
-        name,
-        type=click.FloatRange(min=low),
-        metavar="SECONDS",
-        default=default,
-        show_default=True,
-        help=text,
-    )
+_field = partial(options.field, ServerConfig)
 
 
 @click.command(
@@ -88,97 +80,38 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
-@click.option(
+@_field(
+    "api_keys",
     "--api-key",
     "api_keys",
-    multiple=True,
     metavar="KEY",
     envvar="SPECDEC_API_KEY",
     show_envvar=True,
-    help="Key that clients must send. Repeat it for more; any of them is accepted. "
-    "[default: none]",
 )
-@click.option(
-    "--cors",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Origin whose pages may call the server from a browser; '*' is any. Repeat it "
-    "for more. [default: none]",
-)
-@click.option(
-    "--name",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    help="Name by which clients ask for the model; '*' accepts any name. Repeat it for "
-    "more. [default: the target's name]",
-)
-@options.positive(
-    "--max-waiting",
-    default=ServerConfig.max_waiting,
-    low=0,
-    help="How many requests may wait for a free row; more are refused with 429.",
-)
-@options.positive(
-    "--max-tokens",
-    default=ServerConfig.max_tokens,
-    help="Most tokens to generate, if a request does not say.",
-)
-@options.positive(
-    "--max-output-tokens",
-    help="Most tokens that a request may ask for. [default: as the context allows]",
-)
-@options.positive(
-    "--max-prompt-tokens", help="Longest prompt. [default: as the context allows]"
-)
+@_field("cors", metavar="ORIGIN")
+@_field("names", "--name", "names", metavar="NAME")
+@_field("max_waiting")
+@_field("max_tokens")
+@_field("max_output_tokens")
+@_field("max_prompt_tokens")
 @options.size(
     "--max-body",
     default="16MiB",
     show_default=True,
     help="Largest body of an HTTP request.",
 )
-@click.option(
-    "--temp",
-    type=click.FloatRange(min=0),
-    metavar="T",
-    default=ServerConfig.temperature,
-    show_default=True,
-    help="Sampling temperature, if a request does not say; 0 is greedy.",
-)
-@_seconds(
-    "--request-timeout",
-    "End a request after this time, waiting included; its answer is cut there.",
-    default=ServerConfig.request_timeout,
-    low=0.001,
-)
-@_seconds(
-    "--stop-timeout",
-    "When the server stops, give running requests this long to end.",
-    default=ServerConfig.stop_timeout,
-)
+@_field("temperature", "--temp", "temp")
+@_field("request_timeout", metavar="SECONDS")
+@_field("stop_timeout", metavar="SECONDS")
 @options.positive(
     "--replicas",
     help="Serve the model with N processes behind this port, one for each device. A "
     "process that ends is started again. [default: this process serves]",
 )
 @options.chat_template_config()
-@click.option(
-    "--prefix-sharing",
-    type=click.Choice(PREFIX_SHARING),
-    default="all",
-    show_default=True,
-    help="Who shares stored prefixes: all clients, or only requests of the same client "
-    "(its key or else its address, and the user that it names).",
-)
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="Refuse fields that no protocol has. [default: "
-    "they are ignored, and named in a header]",
-)
-@click.option(
-    "--log-requests", is_flag=True, help="Write a line for each request that ends."
-)
+@_field("prefix_sharing")
+@_field("strict", is_flag=True, show_default=False)
+@_field("log_requests", is_flag=True, show_default=False)
 @ranks.tensor_parallel()
 @options.quiet(help="No notes, only errors.")
 def serve(

@@ -23,26 +23,28 @@ class ServerConfig:
     """How a server treats its clients.
 
     Args:
-        names: names of the model; ``*`` accepts every name. Responses have the first
-            one, or the target's own if there is none.
-        api_keys: clients have to send one of these keys; empty: no key is needed.
-        cors: origins whose pages may call the server from a browser.
-        max_waiting: requests that may wait for a row; more are refused (429).
+        names: names by which clients ask for the model; ``*`` accepts every name.
+            Responses have the first one, or the target's own if there is none.
+        api_keys: keys, one of which clients have to send; without any, none is needed.
+        cors: origins whose pages may call the server from a browser; ``*`` is any.
+        max_waiting: how many requests may wait for a row; more are refused with 429.
         max_body_bytes: the most bytes of a request's body.
-        max_prompt_tokens: the most tokens of a prompt; ``None``: what the context
-            leaves.
-        max_tokens: tokens to generate if a request does not say.
-        max_output_tokens: the most that a request may ask for; ``None``: any number.
-        temperature: the temperature if a request does not say; OpenAI's default is 1.
-        request_timeout: seconds after which an answer is cut, waiting included.
+        max_prompt_tokens: the most tokens of a prompt. ``None``: as the context allows.
+        max_tokens: the most tokens to generate if a request does not say.
+        max_output_tokens: the most tokens that a request may ask for. ``None``: as the
+            context allows.
+        temperature: the sampling temperature if a request does not say; 0 is greedy.
+        request_timeout: end a request after so many seconds, waiting included; its
+            answer is cut there.
         stop_timeout: seconds that running requests have to end when the server stops.
         keep_alive: seconds without an event after which a stream gets a comment.
         chat_template_config: variables of the chat template.
-        prefix_sharing: ``all`` clients share kept prefixes, or each ``client`` has its
-            own. A client is identified by its key (or its address, if there are no
+        prefix_sharing: ``all`` clients share stored prefixes, or each ``client`` has
+            its own. A client is identified by its key (or its address, if there are no
             keys) and by the user that its requests name.
-        strict: a field that no protocol has is an error, not ignored.
-        log_requests: each request is logged in a line when it has ended.
+        strict: refuse fields that no protocol has; without it they are ignored, and
+            named in a header.
+        log_requests: write a line for each request that ends.
     """
 
     names: tuple[str, ...] = ()
