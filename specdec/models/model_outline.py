@@ -180,7 +180,7 @@ def _outline_head(
         return None
     source = str(target.tokens) if draft.mtp else locate_target(draft.source)
     path = Path(os.path.expanduser(source))
-    if is_gguf(source):
+    if is_gguf(source) and not draft.mtp:
         return None
     if not path.exists():
         path = _folder(source, path)
