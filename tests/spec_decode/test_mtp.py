@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,26 @@ def test_a_file_beside_the_target(
         dict(arrays_of(outlined.model)).keys()
         == dict(arrays_of(load_draft("mtp", load(path)).model)).keys()
     )
+
+
+def test_files_that_are_links_or_none(tmp_path: Path) -> None:
+    """The hub's client links each file; a pipe would be read for ever."""
+    path, linked = tmp_path / "target", tmp_path / "linked"
+    _, parts, head = write_target(path, "qwen3_5", with_head=False)
+    (path / "head").mkdir()
+    mx.save_safetensors(str(path / "head/x.safetensors"), less_one(head))
+    config = json.loads((path / "config.json").read_text())
+    config["mlx_lm_extra_tensors"] = {"mtp_file": "head/x.safetensors"}
+    (path / "config.json").write_text(json.dumps(config))
+    (linked / "head").mkdir(parents=True)
+    for file in path.rglob("*.*"):
+        (linked / file.relative_to(path)).symlink_to(file)
+    (linked / "mtp").mkdir()
+    os.mkfifo(linked / "mtp/weights.safetensors")
+    check_arrays(load_draft("mtp", load(linked)).model, parts)
+    (linked / "head/x.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no MTP head, nor has a file beside it"):
+        load_draft("mtp", load(linked))
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../../x", 7])

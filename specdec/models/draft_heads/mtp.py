@@ -286,10 +286,8 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
             if arrays:
                 found = where or f"the checkpoint of {target.name}"
                 log.info("mtp: the head is in %s", found)
-                raw = where is None and _is_raw(files)
-                whole = where is not None and _is_mlx(files)
                 source = f"the MTP head of {target.name}"
-                return _made(arrays, ends, target, source, raw=raw, whole=whole)
+                return _made(arrays, ends, target, source, whole=_is_mlx(files))
     raise ModelError(
         f"{target.name} has no MTP head, nor has a file beside it (conversions by "
         "mlx-lm leave it out): name a repository of the head (--draft OWNER/NAME), "
@@ -333,12 +331,11 @@ def _places(
     """
     extra = config.get("mlx_lm_extra_tensors")
     named = extra.get("mtp_file") if isinstance(extra, Mapping) else None
-    if isinstance(named, str) and re.fullmatch(r"(?!\.)[\w-][\w./-]*", named):
-        inside = (folder / named).resolve().is_relative_to(folder.resolve())
-        if ".." not in named and inside and (folder / named).is_file():
-            yield [folder / named], named
+    plain = isinstance(named, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", named)
+    if plain and (folder / str(named)).is_file():
+        yield [folder / str(named)], str(named)
     for pattern in _SIDECARS:
-        if files := sorted(folder.glob(pattern)):
+        if files := sorted(file for file in folder.glob(pattern) if file.is_file()):
             yield files, str(files[0].relative_to(folder))
     if files := weight_files(folder):
         yield files, None
@@ -352,15 +349,8 @@ def _is_of_head(name: str, depth: int) -> bool:
     return later or rest.startswith(("mtp.", "mtp_layers."))
 
 
-def _is_raw(files: list[Path]) -> bool:
-    """Whether a checkpoint is unconverted; mlx-lm knows it by its convolutions."""
-    return any(
-        name.endswith("conv1d.weight") and array.shape[-1] != 1
-        for name, array in read_arrays(files, "").items()
-    )
-
-
 def _is_mlx(files: list[Path]) -> bool:
+    """Whether a converter for MLX wrote files; it stores gains as they are."""
     found: Any = mx.load(str(files[0]), return_metadata=True)
     return bool(found[1].get("format") == "mlx")
 
@@ -372,21 +362,19 @@ def _made(
     source: str,
     *,
     apart: bool = False,
-    raw: bool = False,
-    whole: bool = False,
+    whole: bool,
 ) -> DraftHead:
     """The head with these arrays.
 
     Args:
         apart: whether they come from a folder of their own.
-        raw: whether they come from an unconverted checkpoint.
-        whole: whether a converter says that gains are stored as they are.
+        whole: whether their file says that gains are stored as they are.
     """
     family = FAMILIES[architecture_of(target.model)]
-    prefixed = any("mtp." in name for name in arrays)
     weights = _named(arrays, ends, family)
     if family.gains_less_one:
-        _complete_gains(weights, raw or (prefixed and not whole), source)
+        prefixed = any("mtp." in name for name in arrays)
+        _complete_gains(weights, prefixed and not whole, source)
     for end in ("embed_tokens", "lm_head"):
         if not (apart or family.owns_ends):
             weights = {n: a for n, a in weights.items() if not n.startswith(end)}
