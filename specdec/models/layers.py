@@ -76,7 +76,8 @@ def mixed(module: nn.Module, kind: type) -> Any:
 
 @cache
 def _mixed(kind: type, of: type) -> type:
-    return type(of.__name__, (kind, of), {"__module__": of.__module__})
+    # Whoever reads the code of a model's classes reads that of ``kind``.
+    return type(of.__name__, (kind, of), {"__module__": kind.__module__})
 
 
 Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
