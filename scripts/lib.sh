@@ -152,6 +152,10 @@ pip_install() {
     sleep 1
     [ $(((SECONDS - start) % every)) -eq 0 ] || continue
     line="$(grep -E '^ *(Collecting|Downloading|Building|Installing) ' "$log" | tail -n 1 || true)"
+    case "$line" in Installing*)
+      line="installing $(($(tr -cd , <<<"$line" | wc -c) + 1)) packages"
+      ;;
+    esac
     line="$(printf '%s' "${line#"${line%%[![:space:]]*}"}" | cut -c 1-60)"
     if [ -t 2 ]; then
       printf '\r   %3d s  %s\033[K' "$((SECONDS - start))" "$line" >&2
