@@ -24,6 +24,8 @@ from ..utils.printable import shorten
 SECONDS = 10
 #: How many times as long a text may become. Real ones write a few characters for one.
 _GROWTH = 200
+#: Characters that a decoder may strip of a token; real ones strip one.
+_MOST_STRIPPED = 4
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 #: Parts that take a time and a memory by their text, and that fail on none.
 _USUAL = frozenset(
@@ -50,6 +52,14 @@ def check_tokenizer_file(file: Path) -> None:
     parts = {name: spec.get(name) for name in _PARTS}
     for name in ("normalizer", "decoder"):
         _check_growth(parts[name], f"{file}: its {name}")
+    for part in _members(parts["decoder"]):
+        # The library panics on tokens that are shorter.
+        most = max((v for v in part.values() if type(v) is int), default=0)
+        if part["type"] == "Strip" and most > _MOST_STRIPPED:
+            raise ModelError(
+                f"{file}: its decoder strips {most} characters of a token, and "
+                f"{_MOST_STRIPPED} are allowed: use another model"
+            )
     if all(map(_is_usual, _members(list(parts.values())))):
         return
     try:
@@ -93,6 +103,8 @@ def _members(value: Any) -> Iterator[Mapping[str, Any]]:
 def _is_usual(part: Mapping[str, Any]) -> bool:
     pattern = part.get("pattern")
     expression = pattern.get("Regex", "") if isinstance(pattern, Mapping) else ""
+    if part["type"] == "Replace" and expression:
+        return False  # the library panics where one matches nothing
     if part["type"] == "Split" or expression:
         return len(str(expression)) < 1000 and not _NESTED.search(str(expression))
     return part["type"] in _USUAL

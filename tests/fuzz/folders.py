@@ -197,3 +197,54 @@ def model_folder(case: Case) -> None:
     use_model(case, folder)
     if (case.place / RAN).exists():
         fail("code in the model's folder ran")
+
+
+def _part(rng: random.Random) -> dict[str, Any]:
+    """A part of a tokenizer that is rare, or takes much."""
+    text, times = rng.choice(("a", "", " ", "the", "é")), rng.choice((1, 9, 300))
+    return rng.choice(
+        (
+            {"type": "Replace", "pattern": {"String": text}, "content": text * times},
+            {"type": "Replace", "pattern": {"Regex": "a*|b"}, "content": "x" * times},
+            {"type": "Prepend", "prepend": "▁" * times},
+            {"type": "Strip", "content": "a", "start": 10**9, "stop": times},
+            {"type": "Strip", "strip_left": True, "strip_right": True},
+            {"type": "Precompiled", "precompiled_charsmap": rng.choice(
+                ("", "AAAA", "BAAAAP////9hYmM=", "AAEAAP8BAID/AQCA"))},
+            {"type": "Split", "pattern": {"Regex": rng.choice(
+                ("(a|aa)+$", "((a{99}){99}){99}", "(", "\\p{L}+", ""))},
+             "behavior": "Isolated", "invert": False},
+            {"type": "CTC", "pad_token": "a", "word_delimiter_token": "",
+             "cleanup": True},
+            {"type": "UnicodeScripts"}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        )
+    )  # fmt: skip
+
+
+@kind
+def vocabulary(case: Case) -> None:
+    """A tokenizer with rare parts, or with tokens that are not where they say."""
+    rng = case.rng
+    folder = case.place / "model"
+    shutil.copytree(case.world.once(sound_folder), folder)
+    path = folder / "tokenizer.json"
+    whole = json.loads(path.read_text("utf-8"))
+    if rng.random() < 0.7:
+        name = rng.choice(("normalizer", "pre_tokenizer", "decoder"))
+        parts = [_part(rng) for _ in range(rng.choice((1, 2, 5)))]
+        of = {"normalizer": "normalizers", "decoder": "decoders"}.get(
+            name, "pretokenizers"
+        )
+        whole[name] = {"type": "Sequence", of: parts} if len(parts) > 1 else parts[0]
+    else:
+        tokens: dict[str, Any] = whole["model"]["vocab"]
+        for token in rng.sample([*tokens], rng.choice((1, 2, 9))):
+            tokens[token] = rng.choice(
+                (0, -1, 2**31, 2**32, len(tokens), "1", None, 0.5)
+            )
+            if rng.random() < 0.5:
+                del tokens[token]
+        added = rng.choice(whole["added_tokens"] or [{}])
+        added["id"] = rng.choice((0, 2**31, 2**40, -1, added.get("id", 5)))
+    path.write_text(to_json(whole), "utf-8")
+    use_model(case, folder)

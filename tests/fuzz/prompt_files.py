@@ -22,6 +22,7 @@ from .folders import sound_folder
 from .odd import (
     odd_value,
     plant,
+    spoil_bytes,
     spoil_text,
     spoil_tree,
     to_json,
@@ -133,3 +134,53 @@ def check_output(
                 f"prompt {index} has other tokens than {expected[prompt]!r} beside a "
                 f"bad one: {by_index[index]}: {answer.err}"
             )
+
+
+def sound_output(world: World) -> list[str]:
+    """The lines that a whole run leaves."""
+    path = world.folder / "whole.jsonl"
+    specdec_works(*_all_prompts(world, path))
+    return path.read_text("utf-8").splitlines()
+
+
+def _all_prompts(world: World, output: Path) -> list[str | Path]:
+    words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    target = world.once(sound_folder)
+    return ["run", "--target", target, *words, "--output", output, *ASK]
+
+
+@kind
+def resumed_file(case: Case) -> None:
+    """A spoilt file of results becomes whole, or stays as it is and is refused."""
+    rng, world = case.rng, case.world
+    sound = world.once(sound_output)
+    lines = list(sound)
+    for _ in range(rng.choice((1, 1, 3))):
+        at, draw = rng.randrange(len(lines)), rng.random()
+        if draw < 0.3:
+            row = json.loads(rng.choice(sound))
+            keys = ("index", "token_ids", "settings")
+            lines[at] = to_json(spoil_tree(row, rng, keys))
+        elif draw < 0.5:
+            lines.insert(rng.randrange(len(lines) + 1), lines[at])
+        elif draw < 0.7:
+            lines[at] = "\0" * rng.choice((1, 4096)) + lines[at]
+        elif draw < 0.85:
+            lines[at] = lines[at][: rng.randrange(len(lines[at]) + 1)]
+        elif len(lines) > 1:
+            del lines[at]
+    data = "\n".join(lines).encode("utf-8", "surrogatepass")
+    data += rng.choice((b"", b"\n", b"\n" + b"\0" * 99))
+    if rng.random() < 0.2:
+        data = spoil_bytes(data, rng)
+    output = case.place / "out.jsonl"
+    output.write_bytes(data)
+    answer = specdec(*_all_prompts(world, output), "--resume")
+    after = output.read_bytes()
+    if answer.code == 2:
+        if after != data:
+            fail(f"a file that is refused was changed: {answer.err}")
+        return
+    rows = [json.loads(line, parse_constant=not_json) for line in after.splitlines()]
+    if sorted(row["index"] for row in rows) != [*range(len(PROMPTS))]:
+        fail(f"results are missing or there twice: {[row['index'] for row in rows]}")
