@@ -6,6 +6,8 @@ import ipaddress
 import socket
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,13 @@ from ..config import (
     DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
 )
-from ..errors import RankError, ServerError, reason_of
+from ..errors import ConfigError, RankError, ServerError, reason_of
 from ..parallel import launched_rank
 from ..prompts import templates
 from ..server.config import ServerConfig
 from ..utils.printable import counted
 from . import options, ranks
+from .models_file import read_models
 from .output import (
     check_extra,
     note,
@@ -33,6 +36,8 @@ from .output import (
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+
+    from ..server.replicas import Command
 
 
 #: Seconds that answers have to end once a rank of the target has ended.
@@ -108,6 +113,14 @@ _field = partial(options.field, ServerConfig)
     help="Serve the model with N processes behind this port, one for each device. A "
     "process that ends is started again. [default: this process serves]",
 )
+@click.option(
+    "--models",
+    "models_file",
+    type=click.Path(),
+    metavar="FILE",
+    help="Serve the models of this TOML file instead of --target. Each is loaded when "
+    "it is first asked for, within --memory-limit.",
+)
 @options.chat_template_config()
 @_field("prefix_sharing")
 @_field("strict", is_flag=True, show_default=False)
@@ -122,6 +135,7 @@ def serve(
     port: int,
     max_body: int,
     replicas: int | None,
+    models_file: str | None,
     temp: float,
     chat_template_config: dict[str, Any] | None,
     tensor_parallel: int | None,
@@ -155,13 +169,24 @@ def serve(
         **limits,
     )
     loading = models.arguments(config)
+    offers = None
+    if models_file is not None:
+        if replicas is not None or tensor_parallel is not None or launched:
+            raise click.UsageError("--models serves each model with one process")
+        if models.target is not None or models.draft is not None or server.names:
+            raise click.UsageError(
+                "--models and --target, --draft or --name: name models in the file"
+            )
+        offers = read_models(models_file, loading)
     show_warnings(notes=not quiet)
     from ..server.running import bind
 
     with bind(host, port) as listener:
         if not (server.api_keys or _is_loopback(host) or quiet):
             note("everyone who reaches this port is served: set --api-key")
-        if replicas is None:
+        if offers is not None:
+            _serve_models(offers, config.memory_limit, server, listener, quiet=quiet)
+        elif replicas is None:
             _serve_here(loading, server, listener, tensor_parallel, quiet=quiet)
         else:
             _serve_by(replicas, loading, server, listener, quiet=quiet)
@@ -235,6 +260,50 @@ def _serve_by(
     failure = run(app, config.stop_timeout, listener, started, stopping, descriptors=2)
     if isinstance(failure, FirstReplicaError) and failure.code is not None:
         sys.exit(failure.code)  # the replica has said why
+    if failure is not None:
+        raise failure
+
+
+def _serve_models(
+    offers: Mapping[str, dict[str, Any]],
+    limit: int | None,
+    config: ServerConfig,
+    listener: socket.socket,
+    *,
+    quiet: bool,
+) -> None:
+    """Serve several models, each with a process that starts at its first request."""
+    from .. import backend
+    from ..server.models import Models, Offer, make_models
+    from ..server.running import run, url_of
+    from .replica import command, environments
+
+    place = environments(1)
+    names = list(offers)
+
+    def start(index: int, path: str) -> Command:
+        name = names[index]
+        named, loading = replace(config, names=(name,)), dict(offers[name])
+        limited = replace(loading["config"], memory_limit=each[index].nbytes)
+        loading["config"] = limited
+        return command(loading, named, place, 0, path, quiet=quiet)
+
+    limits = [each["config"].memory_limit for each in offers.values()]
+    total = limit or backend.memory_size() or sum(filter(None, limits))
+    each = [Offer(n, own or total) for n, own in zip(names, limits, strict=True)]
+    if (largest := max(each, key=lambda offer: offer.nbytes)).nbytes > total:
+        raise ConfigError(
+            f"{largest.name} may use {largest.nbytes} bytes, and all models together "
+            f"{total}: raise --memory-limit, or lower memory_limit in the file"
+        )
+    models = Models(each, start, total, config.request_timeout)
+    if not quiet:
+        listed = ", ".join(names)
+        show(f"specdec: {listed}, each loaded when asked for, at {url_of(listener)}",
+             err=True)  # fmt: skip
+    stopping = partial(_show_stopping, config, quiet=quiet)
+    app = make_models(models, config)
+    failure = run(app, config.stop_timeout, listener, stopping=stopping, descriptors=2)
     if failure is not None:
         raise failure
 

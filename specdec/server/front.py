@@ -6,7 +6,8 @@ No mlx here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 
@@ -27,7 +28,7 @@ from .config import ServerConfig
 from .errors import RequestError
 from .rendering import sse
 from .replicas import Replica, Replicas
-from .routing import Blocks, blocks_of, choose
+from .routing import Question, blocks_of, choose
 from .web import (
     CLIENT_HEADER,
     ENDS_HEADER,
@@ -61,20 +62,34 @@ def make_front(replicas: Replicas, config: ServerConfig) -> Starlette:
 
     Its ``state.service`` is the :class:`Front`.
     """
-    front = Front(replicas, config)
+    return app_of(Front(replicas, config))
+
+
+def app_of(
+    front: Front,
+    routes: Sequence[Route] = (),
+    paths: Sequence[str] = ("/{path:path}",),
+) -> Starlette:
+    """The web application of a front.
+
+    Args:
+        routes: further routes.
+        paths: what is passed on.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with replicas:
+        async with front.replicas:
             yield
 
     app = Starlette(
         routes=[
             Route("/health", _health),
             Route("/metrics", _metrics),
-            Route("/{path:path}", _forward, methods=["GET", "POST"]),
+            *routes,
+            *(Route(path, _forward, methods=["GET", "POST"]) for path in paths),
         ],
-        middleware=middleware(config),
+        middleware=middleware(front.config),
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
@@ -93,6 +108,7 @@ class Front:
     def __init__(self, replicas: Replicas, config: ServerConfig):
         self.replicas = replicas
         self.config = config
+        self.created = int(time.time())
         self.bodies = Bodies(config.max_body_bytes)
         self.again = 0
         self.lost = 0
@@ -120,8 +136,10 @@ class Front:
             return "stopping"
         return "ok" if self.healthy else "starting"
 
-    @contextmanager
-    def replica(self, blocks: Blocks, tried: Sequence[Replica]) -> Iterator[Replica]:
+    @asynccontextmanager
+    async def replica(
+        self, question: Question, tried: Sequence[Replica]
+    ) -> AsyncIterator[Replica]:
         """Choose a replica for a request, and count the request as its load."""
         if self._draining:
             raise RequestError.stopping()
@@ -130,10 +148,16 @@ class Front:
             lost = "the replica that answered has ended, and there is no other one yet"
             why = lost if tried else "no replica is ready"
             raise RequestError.later("no_replica", f"{why}: try again later")
-        chosen = choose(ready, blocks)
+        chosen = choose(ready, question.blocks)
+        with self.counted(chosen):
+            yield chosen
+
+    @contextmanager
+    def counted(self, chosen: Replica) -> Iterator[None]:
+        """Count a request as a replica's load."""
         chosen.running += 1
         try:
-            yield chosen
+            yield
         except asyncio.CancelledError:  # its client has left
             chosen.abandon()
             raise
@@ -177,27 +201,29 @@ async def _forward(request: Request) -> Response:
             body = await front.bodies.read(request)
         except ClientDisconnect:
             return Response(status_code=499)
-    blocks = await parsed_soon(body, _blocks)
-    return _Forwarded(front, request, body, blocks)
+    question = await parsed_soon(body, _question)
+    return _Forwarded(front, request, body, question)
 
 
-def _blocks(body: bytes) -> Blocks:
+def _question(body: bytes) -> Question:
     try:
         check_elements(body, None)
-        return blocks_of(parse_json(body)) if body else ()
+        value = parse_json(body) if body else None
     except (DataError, RequestError):  # the replica will refuse it
-        return ()
+        return Question()
+    model = value.get("model") if isinstance(value, Mapping) else None
+    return Question(blocks_of(value), model if isinstance(model, str) else None)
 
 
 class _Forwarded(Response):
     """A replica's answer; if the client leaves, the replica ends it, too."""
 
-    def __init__(self, front: Front, request: Request, body: bytes, blocks: Blocks):
+    def __init__(self, front: Front, request: Request, body: bytes, question: Question):
         super().__init__()
         self._front = front
         self._request = request
         self._body = body
-        self._blocks = blocks
+        self._question = question
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._front.config.request_timeout + _READ_SECONDS
@@ -210,7 +236,7 @@ class _Forwarded(Response):
         sent = _Passed(send)
         while True:
             try:
-                with front.replica(self._blocks, tried) as replica:
+                async with front.replica(self._question, tried) as replica:
                     await self._ask(replica, sent)
                 return
             except RequestError as refusal:

@@ -174,8 +174,11 @@ class Replicas:
         # Seconds that a replica may take to become ready; None until one was ready.
         self._patience: float | None = None
 
-    async def __aenter__(self) -> Self:
+    def _make_folder(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="specdec-")  # only this user can enter
+
+    async def __aenter__(self) -> Self:
+        self._make_folder()
         self._tasks = [asyncio.create_task(self._keep(each)) for each in self.all]
         return self
 

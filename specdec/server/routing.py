@@ -9,6 +9,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 #: A line of Claude Code's system prompt that differs in every request. It is meant for
@@ -26,6 +27,19 @@ _IMBALANCE = 1.25
 _PARTS = ("instructions", "system", "tools", "messages", "input", "prompt")
 
 Blocks = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the front knows of a request.
+
+    Args:
+        blocks: of its prompt's beginning.
+        model: the model that it names.
+    """
+
+    blocks: Blocks = ()
+    model: str | None = None
 
 
 def blocks_of(body: Any) -> Blocks:

@@ -45,7 +45,7 @@ ENDS_HEADER = b"x-specdec-ends"
 CLIENT_HEADER = b"x-specdec-client"
 _OPEN = frozenset(("/", "/health"))  # no key is needed
 #: Paths that clients add to their base URL.
-_PATHS = (
+PATHS = (
     "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses",
     "/v1/messages", "/v1/messages/count_tokens",
 )  # fmt: skip
@@ -187,11 +187,11 @@ async def _not_there(request: Request, error: Exception) -> Response:
     names = (error.headers or {}).get("Allow", "another method")
     # Starlette lists them in any order, and adds HEAD to GET.
     allowed = " or ".join(sorted(n for n in names.split(", ") if n != "HEAD"))
-    near = [known for known in _PATHS if known.endswith(path) or path.endswith(known)]
+    near = [known for known in PATHS if known.endswith(path) or path.endswith(known)]
     text = {
         404: f"there is no {path} here: did you mean {near[0]}? Check the base URL"
         if near and len(path) > 1
-        else f"there is no {path} here: see {', '.join(_PATHS)}",
+        else f"there is no {path} here: see {', '.join(PATHS)}",
         405: f"{method} {path} is not possible: use {allowed}",
     }.get(error.status_code, str(error.detail))
     refusal = RequestError(text, status=error.status_code)

@@ -32,7 +32,7 @@ from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
 from specdec.server.front import Front, make_front
 from specdec.server.replicas import Command, Replica, Replicas
-from specdec.server.routing import BILLING, Place, blocks_of, choose
+from specdec.server.routing import BILLING, Place, Question, blocks_of, choose
 from tests.models.folders import write_folder
 from tests.server.harness import Running
 from tests.server.test_command import let_go, line_of, specdec
@@ -146,16 +146,16 @@ def pids(front: Front) -> list[int]:
     return [r.process.pid for r in front.replicas.all if r.process is not None]
 
 
-def socket_of(replica: Replica) -> str:
+def socket_of(client: httpx.AsyncClient) -> str:
     """The path of a replica's socket."""
-    assert replica.client is not None
-    transport: Any = replica.client._transport
+    transport: Any = client._transport
     return str(transport._pool._uds)
 
 
 def direct(replica: Replica) -> httpx.Client:
     """A client of a replica alone."""
-    path = httpx.HTTPTransport(uds=socket_of(replica))
+    assert replica.client is not None
+    path = httpx.HTTPTransport(uds=socket_of(replica.client))
     return httpx.Client(base_url="http://localhost", transport=path)
 
 
@@ -164,10 +164,10 @@ def answers(replica: Replica) -> bool:
 
     A process that is ending may still take a connection, and then answer nothing.
     """
-    if replica.client is None:
+    if (client := replica.client) is None:
         return False
     with socket.socket(socket.AF_UNIX) as made, suppress(OSError):
-        made.connect(socket_of(replica))
+        made.connect(socket_of(client))
         made.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         return bool(made.recv(1))
     return False
@@ -258,11 +258,15 @@ def test_a_replica_that_ends_before_the_first_byte(
     """A request that is lost though another replica could run it, or runs twice."""
     client, front = ready
     first, second = front.replicas.all
-    for tried in (first, second):
-        with front.replica((), [tried]) as chosen:
-            assert chosen is not tried
+
+    async def chosen(*tried: Replica) -> Replica:
+        async with front.replica(Question(), tried) as replica:
+            return replica
+
+    assert asyncio.run(chosen(first)) is second
+    assert asyncio.run(chosen(second)) is first
     with pytest.raises(RequestError, match="there is no other one yet"):
-        front.replica((), [first, second]).__enter__()
+        asyncio.run(chosen(first, second))
     again = front.again
     starts = sum(each.starts for each in front.replicas.all)
 

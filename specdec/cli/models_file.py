@@ -1,0 +1,73 @@
+"""``specdec serve --models FILE``: the models that a file names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..utils.data_files import DataError, check_shape, read_toml
+from ..utils.printable import quoted
+from ..utils.sizes import parse_size
+
+#: What a model's table may have: arguments of ``SpecDecoder.from_pretrained``.
+_LOADING = {
+    "target": str,
+    "draft?": str,
+    "dtype?": str,
+    "adapter_path?": str,
+    "draft_adapter_path?": str,
+    "revision?": str,
+    "memory_limit?": (str, int),
+    "batch?": int,
+    "num_draft_tokens?": (int, str),
+}
+
+
+def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arguments of ``SpecDecoder.from_pretrained`` for each model of a file.
+
+    Args:
+        path: a TOML file with a table ``[models.NAME]`` for each model.
+        common: arguments that all share, from the command line.
+
+    Raises:
+        click.UsageError: the file cannot be read, or has another form.
+        ConfigError: a value is not possible.
+    """
+    try:
+        table = check_shape(read_toml(path), {"models": dict})["models"]
+        for name, model in table.items():
+            check_shape(model, _LOADING, f"models.{name}")
+            known = {key.removesuffix("?") for key in _LOADING}
+            for key in model.keys() - known:
+                raise DataError(f"models.{name} has no {quoted(key)}: leave it out")
+        if not table:
+            raise DataError("it names no model: write a table [models.NAME]")
+    except FileNotFoundError as error:
+        raise click.UsageError(f"--models {path}: there is no such file") from error
+    except DataError as error:
+        raise click.UsageError(f"--models {path}: {error}") from error
+    return {name: _arguments(path, name, table[name], common) for name in table}
+
+
+def _arguments(
+    path: str, name: str, model: Mapping[str, Any], common: Mapping[str, Any]
+) -> dict[str, Any]:
+    own = dict(model)
+    settings: dict[str, Any] = {"memory_limit": None}
+    try:
+        if (limit := own.pop("memory_limit", None)) is not None:
+            settings["memory_limit"] = parse_size(str(limit))
+        if (batch := own.pop("batch", None)) is not None:
+            settings["batch_size"] = batch
+        if (tokens := own.pop("num_draft_tokens", None)) is not None:
+            settings["num_draft_tokens"] = tokens
+        config: EngineConfig = replace(common["config"], **settings)
+    except ConfigError as error:
+        raise ConfigError(f"--models {path}: models.{name}: {error}") from error
+    return {**common, "draft": None, **own, "config": config}

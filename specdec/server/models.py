@@ -1,0 +1,218 @@
+"""Several models behind one port: each is a process, started when it is asked for.
+
+No mlx here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from .config import ServerConfig
+from .errors import RequestError
+from .front import Front, app_of
+from .replicas import Replica, Replicas, Start
+from .routing import Question
+from .web import PATHS
+
+log = logging.getLogger("specdec.server")
+
+#: Seconds between two looks at whether a model has loaded, or has made room.
+_LOOK = 0.05
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A model that is served.
+
+    Args:
+        name: by which requests ask for it.
+        nbytes: the memory that its process may use.
+    """
+
+    name: str
+    nbytes: int
+
+
+class Models(Replicas):
+    """Starts a model's process at its first request, and ends others to make room.
+
+    Args:
+        offers: the models; the first answers requests that name none.
+        start: gives the command for each.
+        nbytes: the memory that processes may use together.
+        answer_seconds: the longest time that an answer takes.
+    """
+
+    def __init__(
+        self,
+        offers: Sequence[Offer],
+        start: Start,
+        nbytes: int,
+        answer_seconds: float = 600.0,
+    ):
+        super().__init__(len(offers), start, answer_seconds)
+        self.offers = offers
+        self._nbytes = nbytes
+        self._uses = 0
+        self._why: list[str] = [""] * len(offers)  # each could not be loaded
+        self._ending: set[int] = set()
+
+    async def __aenter__(self) -> Self:
+        self._make_folder()
+        self._tasks = [asyncio.create_task(asyncio.sleep(0)) for _ in self.all]
+        return self
+
+    def named(self, name: str | None) -> Replica:
+        """The model that a request asks for.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        names = [offer.name for offer in self.offers]
+        if name is not None and name not in names:
+            raise RequestError(
+                f"no model {name!r} is served here: use {' or '.join(names)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self.all[0 if name is None else names.index(name)]
+
+    async def load(self, replica: Replica) -> None:
+        """Start a model unless it runs, once there is room; wait until it answers.
+
+        A model with requests is never ended. Of the others, the one that was unused
+        longest goes first.
+
+        Raises:
+            RequestError: it cannot be loaded.
+        """
+        self._uses += 1
+        replica.last = self._uses
+        starts = replica.starts
+        late = time.monotonic() + self._answer_seconds
+        while replica.client is None:
+            if self._stopping:
+                raise RequestError.stopping()
+            if self._tasks[replica.index].done():
+                if replica.starts > starts and self._why[replica.index]:
+                    raise RequestError(
+                        f"the model cannot be loaded ({self._why[replica.index]}): "
+                        "the server's log says why",
+                        status=500,
+                        code="model_not_loaded",
+                    )
+                if self._has_room(replica):
+                    task = asyncio.create_task(self._once(replica))
+                    self._tasks[replica.index] = task
+                elif time.monotonic() > late:
+                    text = "requests of other models leave no memory for this one"
+                    raise RequestError.later("no_memory", f"{text}: try again later")
+            await asyncio.sleep(_LOOK)
+
+    def _has_room(self, replica: Replica) -> bool:
+        """Whether a model can start now; if not, idle ones are asked to end."""
+        size = [offer.nbytes for offer in self.offers]
+        there = {i for i, task in enumerate(self._tasks) if not task.done()}
+        needed = size[replica.index] - self._nbytes + sum(size[i] for i in there)
+        if needed <= 0:
+            return True
+        needed -= sum(size[i] for i in there & self._ending)
+        for each in sorted(self.all, key=lambda each: each.last):
+            if needed > 0 and each.client is not None and not each.running:
+                each.client = None  # no request reaches it any more
+                each.signal(signal.SIGTERM)
+                self._ending.add(each.index)
+                needed -= size[each.index]
+        return False
+
+    async def _once(self, replica: Replica) -> None:
+        """Run a model's process until it ends."""
+        name = self.offers[replica.index].name
+        self._why[replica.index] = ""
+        self._ending.discard(replica.index)
+        try:
+            was_ready, code = await self._run(replica)
+        except OSError as error:  # the system cannot start a process
+            self._why[replica.index] = str(error)
+            return
+        if not was_ready:
+            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            self._why[replica.index] = how
+        elif replica.index not in self._ending:
+            log.warning("model %s ended: its next request starts it again", name)
+
+
+class ModelsFront(Front):
+    """Passes each request to the model that it names."""
+
+    replicas: Models
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered."""
+        return not self._draining
+
+    @asynccontextmanager
+    async def replica(
+        self, question: Question, tried: Sequence[Replica]
+    ) -> AsyncIterator[Replica]:
+        """The model that a request names, once it is loaded."""
+        if self._draining:
+            raise RequestError.stopping()
+        chosen = self.replicas.named(question.model)
+        with self.counted(chosen):
+            await self.replicas.load(chosen)
+            yield chosen
+
+    def described(self, offer: Offer) -> dict[str, Any]:
+        """A model, as ``/v1/models`` lists it."""
+        made = time.gmtime(self.created)
+        replica = self.replicas.named(offer.name)
+        return {
+            "id": offer.name,
+            "object": "model",
+            "type": "model",
+            "created": self.created,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", made),
+            "display_name": offer.name,
+            "owned_by": "specdec",
+            "loaded": replica.client is not None,
+        }
+
+
+def make_models(models: Models, config: ServerConfig) -> Starlette:
+    """A web application that passes each request to the model that it names."""
+    routes = [Route("/v1/models", _list), Route("/v1/models/{name:path}", _one)]
+    return app_of(ModelsFront(models, config), routes, ("/", *PATHS))
+
+
+def _front(request: Request) -> ModelsFront:
+    front: ModelsFront = request.app.state.service
+    return front
+
+
+async def _list(request: Request) -> Response:
+    front = _front(request)
+    data = [front.described(offer) for offer in front.replicas.offers]
+    first, last = data[0]["id"], data[-1]["id"]
+    more = {"has_more": False, "first_id": first, "last_id": last}
+    return JSONResponse({"object": "list", "data": data, **more})
+
+
+async def _one(request: Request) -> Response:
+    front = _front(request)
+    replica = front.replicas.named(request.path_params["name"])
+    return JSONResponse(front.described(front.replicas.offers[replica.index]))
