@@ -85,7 +85,7 @@ class Models(Replicas):
             raise RequestError(
                 f"no model {name!r} is served here: use {' or '.join(names)}",
                 status=404,
-                param="model",
+                field="model",
                 code="model_not_found",
             )
         return self.all[0 if name is None else names.index(name)]
