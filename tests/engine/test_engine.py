@@ -480,26 +480,3 @@ def test_faults_are_caught(
     params = [SamplingParams(max_tokens=20)] * 8
     rows = run_rows(target, drafts["near"], PROMPTS, params, backend=backend)
     assert [r.tokens for r in rows] != [greedy(target, p, 20) for p in PROMPTS]
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_a_row_that_has_ended_keeps_nothing(target: Any, k: int) -> None:
-    """Its slot stays empty, however many rounds others decode beside it.
-
-    A limit of 0 instead of -1 let it keep a token a round, past the end of its cache.
-    """
-    length = Script(lambda number: k)
-    engine = engine_of(target, target, backend=BEHIND, length=length, batch_size=3)
-    for i, n in enumerate((3, 60, 4)):
-        engine.add(Request(i, "", (i + 3, 9), SamplingParams(max_tokens=n)))
-    engine.add(Request(3, "", (5,) * 40, SamplingParams(max_tokens=30)))
-    idle = 0
-    while engine.busy:
-        engine.step()
-        batch = engine._running
-        if batch is not None:
-            offsets: Any = batch._target.offset.tolist()
-            empty = [n for n, s in zip(offsets, batch.slots, strict=True) if s is None]
-            idle += len(empty)
-            assert not any(empty)
-    assert idle > 3
