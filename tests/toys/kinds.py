@@ -19,25 +19,20 @@ from tests.models.gguf_files import random_model
 HERE = Path(__file__).parent
 VOCAB, LAYERS = 40, 4
 READS = [0, 1, 2]
+_TARGET: dict[str, Any] = {
+    "hidden_size": published.WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+}
 TARGETS: dict[str, dict[str, Any]] = {
-    "qwen3": {
-        "hidden_size": published.WIDTH,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-    },
+    "qwen3": _TARGET,
     "gemma4_text": {
-        "hidden_size": published.WIDTH,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
+        **_TARGET,
         "global_head_dim": 16,
-        "vocab_size": VOCAB,
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 0,
         "sliding_window": 8,
