@@ -111,7 +111,7 @@ class _Rules:
             rules += self._call(i, function)
         end = self._literal(calls.end) if calls.end else '""'
         start = self._literal(calls.start)
-        opening = '""' if calls.bare else start
+        opening = f"({start})?" if calls.bare else start
         # Several calls come one after the other, each between its own markers.
         more = "" if tools.single else f" (end_ {start} call)*"
         close = f"({end})?" if calls.end and not tools.single else ""
@@ -124,11 +124,19 @@ class _Rules:
             rules.append(f'start: answer | {opening} call{more} ("\\n"? {close})?')
             rules.append(f"answer: {self._answer(answer)}")
         elif calls.bare:
-            first = "".join(sorted({bare[0] for bare in calls.bare}))
-            plain = "".join(f"\\{each}" for each in first)
-            rules += ["start: call | PLAIN", f"PLAIN: /([^{plain}](.|\\n)*)?/"]
+            # Other text does not begin as a call does.
+            plain = "".join(f"\\{bare}" for bare in calls.bare if len(bare) == 1)
+            rules += [
+                f"start: call | PLAIN | begun call (lead call)* {self._free('TEXT')}",
+                f"PLAIN: /([^{plain}](.|\\n)*)?/",
+                *self._lead("begun", "PLAIN", marks=False),
+                *self._lead("lead", "TEXT"),
+            ]
         else:
-            rules += [f"start: (lead call)* {self._free('TEXT')}", *self._lead()]
+            rules += [
+                f"start: (lead call)* {self._free('TEXT')}",
+                *self._lead("lead", "TEXT"),
+            ]
         return "\n".join(["%llguidance {}", *rules])
 
     def _call(self, i: int, function: Mapping[str, Any]) -> Iterator[str]:
@@ -145,12 +153,13 @@ class _Rules:
         yield f"rest{i}: arguments{i} {self._literal(calls.closing)}"
         yield f"arguments{i}: %json {json.dumps(schema)}"
 
-    def _lead(self) -> list[str]:
-        start = self._calls.start
+    def _lead(self, rule: str, text: str, *, marks: bool = True) -> list[str]:
+        """A rule of text up to a call's marker, and with it."""
+        start, free = self._calls.start, self._free if marks else str
         if start in self._special:
-            return [f"lead: {self._free('TEXT')} {self._literal(start)}"]
-        trigger = f"trigger[lazy]: TEXT {json.dumps(start)}"
-        return [f"lead: {self._free('trigger')}", trigger]
+            return [f"{rule}: {free(text)} {self._literal(start)}"]
+        trigger = f"{rule}_end[lazy]: {text} {json.dumps(start)}"
+        return [f"{rule}: {free(f'{rule}_end')}", trigger]
 
     def _free(self, last: str) -> str:
         """Any text that ends with ``last``; markers that are tokens may be in it."""

@@ -242,7 +242,8 @@ def test_forced_calls_follow_their_schema(openai_client: openai.OpenAI) -> None:
         (call,) = made.message.tool_calls
         assert json.loads(call.function.arguments).keys() == {"n"}
         assert create(tools=[odd], **common).choices
-        strict = {**odd, "function": {**odd["function"], "strict": True}}
+        function: Any = odd["function"]
+        strict = {**odd, "function": {**function, "strict": True}}
         with pytest.raises(openai.BadRequestError) as refused:
             create(tools=[strict], **common)
         assert refused.value.param == "tools"

@@ -496,18 +496,25 @@ def test_a_request_is_checked_once(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters that are built again, or a second memory plan, on a request's way."""
-    built, planned = [], []
+    built: list[Any] = []
+    planned: list[Any] = []
     build, check = SamplingParams.__post_init__, Bounds.check
-    monkeypatch.setattr(
-        SamplingParams, "__post_init__", lambda self: built.append(1) or build(self)
-    )
-    monkeypatch.setattr(
-        Bounds, "check", lambda *args: planned.append(1) or check(*args)
-    )
-    for path, body in (
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("completions", {"prompt": "a"}),
-    ):
+
+    def counted_build(self: SamplingParams) -> None:
+        built.append(self)
+        build(self)
+
+    def counted_check(*args: Any) -> SamplingParams:
+        planned.append(args)
+        return check(*args)
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", counted_build)
+    monkeypatch.setattr(Bounds, "check", counted_check)
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "completions": {"prompt": "a"},
+    }
+    for path, body in bodies.items():
         body |= {"max_tokens": 2, "temperature": 1, "top_p": 0.9}
         answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
         assert answer.status_code == 200

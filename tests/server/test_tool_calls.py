@@ -13,7 +13,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from llguidance import LLMatcher
 
+from specdec import Grammar
 from specdec.prompts import EncodedPrompt
 from specdec.server import chat, messages, responses
 from specdec.server.config import ServerConfig
@@ -548,3 +550,35 @@ def test_templates_that_read_other_names(folder: Path) -> None:
             assert made.status_code == 200, made.text
             assert "x-specdec-note" not in made.headers
         assert shown in scripted.prompts[-1]
+
+
+@pytest.mark.parametrize(
+    "form", ["json_tools", "mistral", "kimi_k2", "llama3", "llama4", "phi4", "granite",
+             "hunyuan"],
+)  # fmt: skip
+def test_strict_calls_of_every_json_form(form: str, tmp_path: Path) -> None:
+    """A grammar that refuses the model's own form, or lets wrong arguments through."""
+    from specdec.grammar.library import tokenizer_of
+    from specdec.grammar.library import words_of as library_words
+    from specdec.server.schema import Notes
+    from specdec.server.tool_grammar import call_grammar
+
+    words = words_of(form, tmp_path)
+    library = tokenizer_of(library_words(words, 320))
+    strict = {"type": "function", "function": {**FUNCTION, "strict": True}}
+    text = answer_of(form)
+    for answer in (None, Grammar.regex("yes|no")):
+        made = call_grammar(words, Tools([strict]), answer, "x", Notes()).grammar
+        assert made is not None
+
+        def takes(said: str, text: str = made.text) -> bool:
+            matcher = LLMatcher(library, text)
+            assert not matcher.get_error()
+            tokens = words.encode(said, add_special_tokens=False)
+            return matcher.validate_tokens(tokens) == len(tokens)
+
+        assert takes(text)
+        assert not takes(text.replace("12", '"twelve"'))
+        assert not takes(text.replace("write_file", "other"))
+        assert takes("yes")
+        assert takes("Well, then.") == (answer is None)
