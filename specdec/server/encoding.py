@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..decoder import SpecDecoder
 from ..errors import PromptError
 from ..prompts import EncodedPrompt, encode
 from .errors import RequestError
-from .job import Chat, Text
+from .job import Chat, Message, Text
 from .system_turns import arranged
 from .tool_calls import CallFormat, format_of
 
@@ -71,7 +71,7 @@ def encode_source(decoder: SpecDecoder, source: Chat | Text) -> Encoded:
 def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
     tokenizer, tools = decoder.tokenizer, chat.tools
     calls = format_of(tokenizer)
-    messages = arranged(tokenizer, chat.messages)
+    messages: Sequence[Message] = arranged(tokenizer, chat.messages)
     if calls is not None:
         messages = calls.fitted(calls.fit_ids(messages), tools.functions)
     prompt = encode(
