@@ -54,6 +54,8 @@ class BackendDefaults:
         boolean_masks: attention's kernels read boolean masks, half as many bytes.
         peek_rows: the most rows with which rounds without a draft peek at the
             drafter's proposals; ``None``: any number.
+        draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
+        verify_widths: the numbers of tokens of the verify forwards that are timed.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -68,6 +70,8 @@ class BackendDefaults:
     kernels: bool = False
     boolean_masks: bool = False
     peek_rows: int | None = None
+    draft_lengths: tuple[int, ...] | None = None
+    verify_widths: tuple[int, ...] = (1, 2, 5)
 
     def rows_to_keep(self, rows: int, running: int) -> int:
         """How many of a batch's ``rows`` to keep when only ``running`` still run.
@@ -105,12 +109,16 @@ _DEFAULTS = {
         # Not measured; docs/devices.md derives these values from MLX's source. A new
         # length costs nothing; the bucket fills the attention kernel's blocks.
         # Peeking may cost more than it gains.
+        # A product's time rises in steps with the rows in all, up to 5, to 10 and to 32
+        # (published costs), so each draft length is timed.
         BackendDefaults(
             "metal",
             read_bucket=32,
             static_shapes=False,
             boolean_masks=True,
             peek_rows=0,
+            draft_lengths=(0, 1, 2, 3, 4, 7),
+            verify_widths=(1, 2, 3, 4, 5, 8),
         ),
     )
 }

@@ -39,7 +39,7 @@ from specdec.spec_decode.draft_length import (
     FixedLength,
     ForwardCosts,
     Forwards,
-    GoodputPolicy,
+    AutoLength,
     RoundCosts,
     RoundTiming,
 )
@@ -258,7 +258,7 @@ def models(model: str, wide: bool) -> dict[str, Any]:
     return {"perfect": target, "near": near, "unrelated": unrelated}
 
 
-class ByTheBook(GoodputPolicy):
+class ByTheBook(AutoLength):
     """Chooses k as ``auto`` does, by what rounds are said to take.
 
     By the clock, no failure could be had again. What is said comes near to where a

@@ -380,7 +380,7 @@ class Engine:
 
     def _begin(self, requests: list[Request], running: list[Request]) -> None:
         target, drafter = self._models
-        drafts = drafter is not None and self._may_draft(drafter, running, requests)
+        drafts = drafter is not None and self._may_draft(running, requests)
         for request in requests:
             request.kv_bits, request.drafts = target.options.kv_bits, drafts
         own, slots = self._room(running, requests)
@@ -424,16 +424,12 @@ class Engine:
             self._running.compact()
         return len(joining), len(rows)
 
-    def _may_draft(
-        self, drafter: Drafter, running: list[Request], requests: list[Request]
-    ) -> bool:
+    def _may_draft(self, running: list[Request], requests: list[Request]) -> bool:
         """Whether to draft for joining rows; this is decided once for each row.
 
         The joining rows are drafted for if running rows are, or if drafting may save
         more time than the draft needs for their prompts.
         """
-        if drafter.hidden_layers:  # it is shown the hidden states of every row
-            return True
         if running and self._running is not None and self._running.drafts:
             return True
         k, rows = self._length.max_draft_tokens, [*running, *requests]

@@ -22,10 +22,10 @@ from ..parallel import Follower, Leader, Ranks
 from ..prompts import EncodedPrompt
 from ..sampling_params import SamplingParams
 from ..spec_decode.draft_length import (
+    AutoLength,
     BatchState,
     DraftLength,
     Forwards,
-    GoodputPolicy,
     RoundTiming,
 )
 from .session import Bounds, Session
@@ -93,7 +93,7 @@ class LedLength:
 
 def reason_of(length: DraftLength) -> str | None:
     """What ``auto`` chose, and why; ``None`` for a fixed k or before any round."""
-    return length.reason if isinstance(length, GoodputPolicy | LedLength) else None
+    return length.reason if isinstance(length, AutoLength | LedLength) else None
 
 
 class _Commits:

@@ -26,12 +26,13 @@ from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter, Round
 from ..spec_decode.draft_length import (
+    LADDER,
+    AutoLength,
+    CostStore,
     DraftLength,
     FixedLength,
     Forwards,
-    GoodputPolicy,
 )
-from ..spec_decode.draft_length.store import CostStore, default_path
 from ..spec_decode.guard import as_drafter_error
 from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
@@ -40,13 +41,14 @@ from .led import LedLength
 
 log = logging.getLogger("specdec.engine")
 
-# The numbers of tokens of the verify forwards that are timed, and how many tokens are
-# proposed to time a draft step.
-VERIFIED, PROPOSED = (1, 2, 5), 3
+# How many tokens are proposed to time a draft step.
+PROPOSED = 3
 BUDGET_SECONDS = 1.5
 # Runs that take less than the share QUICK of the budget are timed overlapping, as
 # rounds run: MANY in each of SWEEPS sweeps.
 QUICK, MANY, SWEEPS = 1 / 16, 7, 4
+# The machine was busy if the usual sweep took so many times the fastest one.
+BUSY = 1.2
 # A run that takes less than the share SETTLED of the one before may still be compiling.
 # It is run again, MOST_SETTLING times at most, unless it takes too many seconds.
 SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 6.0
@@ -141,7 +143,7 @@ def measure_forwards(
     budget_seconds: float = BUDGET_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Forwards:
-    """Time a plain step, a draft step, and verify forwards of 2 and 5 tokens.
+    """Time a plain step, a draft step, and verify forwards of more tokens.
 
     All tokens differ, so that experts are spread as in rounds. Each forward runs until
     it no longer compiles anything. Then all are timed as rounds run, in several sweeps,
@@ -186,7 +188,7 @@ def measure_forwards(
             alone = _Drafting(rows, drafter, num_rows, hidden[:, :2], 1)
             runs[-1] = alone.propose
             seconds[-1] = watch.settled(runs[-1], 2 * plain)
-        for s in VERIFIED[1:]:
+        for s in target.backend.verify_widths[1:]:
             # At worst, S tokens take as long as S forwards of one token.
             if s <= widest and (s == 2 or not watch.late(s * plain)):
                 runs[s] = partial(verify, s)
@@ -202,12 +204,14 @@ def measure_forwards(
     except Exception as error:  # a user's drafter may raise anything
         raise as_drafter_error(error, drafter) from error
     seconds = {what: min(sweep[what] for sweep in sweeps) for what in runs}
+    sums = [sum(sweep.values()) for sweep in sweeps]
+    busy = statistics.median(sums) > BUSY * min(sums)
     several, one = seconds.pop(0), seconds.pop(-1, 0.0)
-    if not one:
-        return Forwards(num_rows, without_noise(seconds), several / proposed)
-    step = max(0.0, several - one) / (proposed - 1)
-    once = max(0.0, min(one, several) - step)
-    return Forwards(num_rows, without_noise(seconds), step, once)
+    step, once = several / proposed, 0.0
+    if one:
+        step = max(0.0, several - one) / (proposed - 1)
+        once = max(0.0, min(one, several) - step)
+    return Forwards(num_rows, without_noise(seconds), step, once, busy)
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -327,9 +331,9 @@ def draft_length(
         if k < asked:
             log.info("the draft proposes up to %d tokens in a round, not %d", k, asked)
         return FixedLength(k)
-    kept = store or CostStore(default_path())
+    store = store or CostStore()
     key = cost_key(config, target, drafter, defaults)
-    load = partial(kept.load, key, new_shape=defaults.new_shape_seconds)
+    load = partial(store.load, key, new_shape=defaults.new_shape_seconds)
     clock = time.perf_counter
     if ranks is not None:
         clock = partial(ranks.decide, "clock", clock)
@@ -338,13 +342,14 @@ def draft_length(
     )
 
     def policy(measure: Callable[[int], Forwards]) -> DraftLength:
-        return GoodputPolicy(
-            load(),
+        return AutoLength(
+            *load(),
+            ladder=defaults.draft_lengths or LADDER,
             max_draft_tokens=k,
             measure=measure,
             # If time grows with tokens, costs of one row give those of any number.
             measured_rows=1 if defaults.costs_by_token else None,
-            save=partial(kept.save, key),
+            save=partial(store.save, key),
         )
 
     return policy(measure) if ranks is None else LedLength(ranks, k, measure, policy)

@@ -18,7 +18,6 @@ from specdec.config import EngineConfig
 from specdec.engine.profiler import (
     PROPOSED,
     SWEEPS,
-    VERIFIED,
     SpreadTokens,
     _Stopwatch,
     cost_key,
@@ -32,10 +31,11 @@ from specdec.spec_decode import DraftModel, DraftRows, NgramDrafter, Proposals, 
 from specdec.spec_decode import draft_model as draft_model
 from specdec.spec_decode.backlog import Backlog
 from specdec.spec_decode.draft_length import (
+    CostStore,
     FixedLength,
     ForwardCosts,
     Forwards,
-    GoodputPolicy,
+    AutoLength,
     RoundCosts,
     RoundTiming,
 )
@@ -88,7 +88,7 @@ def test_auto_changes_nothing(
 ) -> None:
     """Auto itself, with costs under which several k are chosen."""
     costs = RoundCosts(ForwardCosts([Forwards(1, {1: 1.0, 2: 1.0, 9: 1.1}, 0.01)]))
-    length = GoodputPolicy(costs)
+    length = AutoLength(costs)
     chosen: list[int] = []
     observe = length.observe
 
@@ -324,7 +324,7 @@ def test_verify_forwards_are_measured_with_experts_spread(
 
     monkeypatch.setattr(SwitchGLU, "__call__", noted)
     measure_forwards(runner, drafter, 3, max_draft_tokens=8)
-    widest = [experts for tokens, experts in chosen if tokens == 3 * VERIFIED[-1]]
+    widest = [experts for tokens, experts in chosen if tokens == 3 * 5]
     assert widest
     # 15 tokens of 2 experts each, of 16, by chance: hardly ever fewer than 8.
     assert min(map(len, widest)) >= 8
@@ -470,7 +470,7 @@ def test_a_slow_spell_is_no_cost(
         forwards = measure_forwards(
             runner, drafter, 2, max_draft_tokens=4, budget_seconds=1000
         )
-        assert next(measured) == SWEEPS * (1 + len(VERIFIED))
+        assert next(measured) == SWEEPS * (1 + 3)
         assert set(forwards.verify.values()) == {1.0}
         assert forwards.draft_step == pytest.approx(1 / PROPOSED)
 
@@ -543,8 +543,8 @@ def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None
     length.prepare(2)
     written = store.path.read_text("utf-8")
     again = draft_length(config, runner, drafter, AT_ONCE, store=store)
-    assert isinstance(again, GoodputPolicy)
-    assert again.costs.forwards.covers(1)
+    assert isinstance(again, AutoLength)
+    assert again.costs.covers(2)
     again.prepare(2)
     assert store.path.read_text("utf-8") == written
     # Other models, and other caches, are other costs.

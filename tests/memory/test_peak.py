@@ -26,7 +26,7 @@ from specdec.spec_decode import Drafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.draft_length import (
     DraftLength,
     ForwardCosts,
-    GoodputPolicy,
+    AutoLength,
     RoundCosts,
 )
 
@@ -328,7 +328,7 @@ def test_measuring_costs_stays_within_the_plan(
     )
     k = config.max_draft_tokens
     drafter = DraftModel(other, vocab_size=runner.vocab_size, max_draft_tokens=k)
-    length = GoodputPolicy(
+    length = AutoLength(
         RoundCosts(ForwardCosts()),
         measure=lambda n: measure_forwards(runner, drafter, n, max_draft_tokens=k),
         measured_rows=1 if switches.costs_by_token else None,

@@ -12,7 +12,7 @@ from specdec.spec_decode.draft_length import (
     DraftLength,
     ForwardCosts,
     Forwards,
-    GoodputPolicy,
+    AutoLength,
     RoundCosts,
     RoundTiming,
 )
@@ -126,10 +126,10 @@ class Simulation:
 
     def auto(
         self, *, draft: float = 1.0, verify: float = 1.0, seed: int = 0
-    ) -> tuple[Result, GoodputPolicy]:
+    ) -> tuple[Result, AutoLength]:
         """What ``auto`` does, with measurements wrong by factors."""
         forwards = self.cost.measured(self.num_rows, draft=draft, verify=verify)
-        length = GoodputPolicy(
+        length = AutoLength(
             RoundCosts(ForwardCosts([forwards]), new_shape=self.new_shape)
         )
         return self.run(length, seed), length

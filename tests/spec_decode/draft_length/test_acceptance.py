@@ -6,7 +6,12 @@ import random
 
 import pytest
 
-from specdec.spec_decode.draft_length import Acceptance, tokens_per_round
+from specdec.spec_decode.draft_length import Acceptance, RoundTiming, tokens_per_round
+
+
+def observe(acceptance: Acceptance, rows: list[tuple[int, int]]) -> None:
+    k = max((limit for limit, _ in rows), default=0)
+    acceptance.observe(RoundTiming(len(rows), k, rows))
 
 
 def observed(accept: float, ks: list[int], rounds: int, seed: int = 0) -> Acceptance:
@@ -19,7 +24,7 @@ def observed(accept: float, ks: list[int], rounds: int, seed: int = 0) -> Accept
             while n < k and rng.random() < accept:
                 n += 1
             rows.append((k, n))
-        acceptance.observe(rows)
+        observe(acceptance, rows)
     return acceptance
 
 
@@ -42,7 +47,7 @@ def test_rows_that_differ_are_averaged_as_rows() -> None:
     """Half accept all and half nothing: s_j is 0.5 at every j, not 0.5**j."""
     acceptance = Acceptance()
     for _ in range(50):
-        acceptance.observe([(3, 3), (3, 0)])
+        observe(acceptance, [(3, 3), (3, 0)])
     assert acceptance.survival(3) == pytest.approx([0.5] * 3, abs=0.03)
 
 
@@ -58,7 +63,7 @@ def test_a_change_is_followed() -> None:
     acceptance = Acceptance()
     for accepted in (2, 0):
         for _ in range(150):
-            acceptance.observe([(2, accepted)])
+            observe(acceptance, [(2, accepted)])
     assert acceptance.survival(1)[0] < 0.1
 
 
@@ -66,7 +71,7 @@ def test_what_grows_old_is_doubted_not_changed() -> None:
     acceptance = observed(0.0, [1], 40)
     before, doubted = acceptance.survival(1)[0], acceptance.survival(1, doubt=1.5)[0]
     for _ in range(2000):
-        acceptance.observe([])
+        observe(acceptance, [])
     assert acceptance.survival(1)[0] == before < 0.1
     assert doubted < 0.4 < acceptance.survival(1, doubt=1.5)[0]
 

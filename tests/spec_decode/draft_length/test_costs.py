@@ -10,6 +10,7 @@ from specdec.spec_decode.draft_length import (
     ForwardCosts,
     Forwards,
     RoundCosts,
+    RoundTiming,
 )
 from tests.spec_decode.draft_length.simulation import Costs
 
@@ -37,10 +38,15 @@ def test_near_batch_sizes_are_covered() -> None:
     assert [b for b in range(1, 20) if costs.covers(b)] == [6, 7, 8, 9, 10, 11, 12]
 
 
+def observe(costs: RoundCosts, k: int, seconds: float, *, joining: bool = False) -> bool:
+    timing = RoundTiming(1, k, [], seconds, not joining, joining=joining)
+    return costs.observe(timing, once=0.0)
+
+
 def run(costs: RoundCosts, truth: Costs, ks: list[int], pace: float = 1.0) -> None:
     rng = random.Random(0)
     for k in ks:
-        costs.observe(1, k, truth(1, k) * pace * rng.uniform(0.97, 1.03))
+        observe(costs, k, truth(1, k) * pace * rng.uniform(0.97, 1.03))
 
 
 @pytest.mark.parametrize("wrong", [0.25, 1.0, 4.0])
@@ -100,15 +106,15 @@ def test_a_block_costs_hardly_more_than_a_token() -> None:
 def test_drafting_is_never_cheaper_than_not() -> None:
     costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
     for _ in range(20):
-        costs.observe(1, 0, 0.1)
-        costs.observe(1, 1, 0.05)
+        observe(costs, 0, 0.1)
+        observe(costs, 1, 0.05)
     assert costs.relative(1, 1) == 1.0
 
 
 def test_a_stall_does_not_spoil_a_cost() -> None:
     costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
     run(costs, CPU, [0, 0, 0, 2, 2, 2, 0, 0, 0])
-    costs.observe(1, 2, 30.0)
+    observe(costs, 2, 30.0)
     run(costs, CPU, [0, 0, 0])
     assert costs.relative(1, 2) < 1.5 * CPU(1, 2) / CPU(1, 0)
 
@@ -116,7 +122,7 @@ def test_a_stall_does_not_spoil_a_cost() -> None:
 def test_a_stall_after_a_change_does_not_spoil_a_cost() -> None:
     costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
     run(costs, CPU, [0] * 6)
-    costs.observe(1, 2, 30 * CPU(1, 2))
+    observe(costs, 2, 30 * CPU(1, 2))
     run(costs, CPU, [2, 2, 0, 0, 0, 2, 2, 2])
     assert costs.relative(1, 2) < 1.5 * CPU(1, 2) / CPU(1, 0)
 
@@ -126,7 +132,7 @@ def test_a_new_shape_costs_once_and_is_not_timed() -> None:
     # A fifth of it: later requests use the shape too.
     assert costs.once(1, 2, 0) == pytest.approx(2.0)
     before = costs.relative(1, 2)
-    assert not costs.observe(1, 2, CPU(1, 2) + 1.0)
+    assert not observe(costs, 2, CPU(1, 2) + 1.0)
     assert costs.once(1, 2, 0) == 0
     assert costs.once(1, 4, 0) == pytest.approx(2.0)
     assert costs.relative(1, 2) == before
@@ -155,3 +161,16 @@ def test_new_forwards_are_used_at_once() -> None:
     assert costs.relative(16, 1) == pytest.approx(1.1)
     costs.forwards.add(Forwards(16, {1: 1.0, 2: 5.0}, 0.1))
     assert costs.relative(16, 1) == pytest.approx(5.1)
+
+
+def test_what_a_draft_costs_beside_prompts_is_known_apart() -> None:
+    """Catches rounds beside a prefill that are taken for usual ones, or forgotten."""
+    costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
+    run(costs, CPU, [0, 0, 2, 2, 0])
+    before = costs.relative(1, 2)
+    for _ in range(3):
+        assert not observe(costs, 0, 3 * CPU(1, 0), joining=True)
+        assert not observe(costs, 2, CPU(1, 2) + 4 * CPU(1, 0), joining=True)
+    assert costs.relative(1, 2) == before
+    # Plain rounds took two of them longer, and others four.
+    assert costs.beside_prompts() == pytest.approx(2.0, abs=0.3)

@@ -14,11 +14,11 @@ from specdec.spec_decode.draft_length import (
     FixedLength,
     ForwardCosts,
     Forwards,
-    GoodputPolicy,
+    AutoLength,
     RoundCosts,
     RoundTiming,
 )
-from specdec.spec_decode.draft_length.policy import LONGEST, TIMED
+from specdec.spec_decode.draft_length import LONGEST, TIMED
 from tests.spec_decode.draft_length.simulation import Costs, Simulation
 
 
@@ -106,7 +106,7 @@ def test_why_it_chose_what_it_chose() -> None:
         r"\d\.\d\d times one without",
         str(against.reason),
     ), against.reason
-    fresh = GoodputPolicy(RoundCosts(ForwardCosts([cpu(3.0).measured(1)])))
+    fresh = AutoLength(RoundCosts(ForwardCosts([cpu(3.0).measured(1)])))
     assert fresh.reason is None
     # With whatever number of rows.
     for rows in (1, 1, 2, 2, 2):
@@ -132,7 +132,7 @@ def test_a_block_is_drafted_whole_from_the_beginning(
     """Shorter ones would cost as much, and be a shape each."""
     verify = {s: 1 + per_token * (s - 1) for s in (1, 2, 5)}
     forwards = Forwards(1, verify, draft_step, draft_once)
-    policy = GoodputPolicy(RoundCosts(ForwardCosts([forwards])), max_draft_tokens=6)
+    policy = AutoLength(RoundCosts(ForwardCosts([forwards])), max_draft_tokens=6)
     state = BatchState(1, [6], 1000, left={0: 1000})
     chosen = []
     for _ in range(3):
@@ -210,12 +210,12 @@ def test_what_was_learnt_outlives_a_batch() -> None:
     assert sum(k > 0 for k in chosen[:20]) <= 3
 
 
-def length_of(cost: Costs, num_rows: int = 1) -> GoodputPolicy:
+def length_of(cost: Costs, num_rows: int = 1) -> AutoLength:
     forwards = ForwardCosts([cost.measured(num_rows)])
-    return GoodputPolicy(RoundCosts(forwards))
+    return AutoLength(RoundCosts(forwards))
 
 
-def observe(length: GoodputPolicy, cost: Costs, k: int, accepted: int, n: int) -> None:
+def observe(length: AutoLength, cost: Costs, k: int, accepted: int, n: int) -> None:
     for _ in range(n):
         length.observe(RoundTiming(1, k, [(k, accepted)] if k else [], cost(1, k)))
 
@@ -301,7 +301,7 @@ def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:
     """Though a longer k seems better, whose new shape short requests do not repay."""
     cost = gpu(0.2)
     costs = RoundCosts(ForwardCosts([cost.measured(10)]), new_shape=30.0)
-    length = GoodputPolicy(costs)
+    length = AutoLength(costs)
     state = BatchState(10, [8] * 10, 30)
     chosen: list[int] = []
     for number in range(1600):
@@ -320,7 +320,7 @@ def test_what_is_thought_better_is_tried_first() -> None:
     def chosen(seed: int) -> list[int]:
         rng = random.Random(seed)
         costs = RoundCosts(ForwardCosts([measured]), new_shape=40.0)
-        length, ks = GoodputPolicy(costs), []
+        length, ks = AutoLength(costs), []
         for _ in range(500):
             k = length.choose(BatchState(32, [8] * 32, 100))
             kept = [
@@ -345,10 +345,10 @@ def test_costs_are_measured_once_per_batch_size() -> None:
         measured.append(num_rows)
         return cost.measured(num_rows)
 
-    length = GoodputPolicy(
+    length = AutoLength(
         RoundCosts(ForwardCosts()),
         measure=measure,
-        save=lambda costs: saved.append(costs.rounds),
+        save=lambda costs, acceptance: saved.append(costs.rounds),
     )
     for num_rows in (8, 8, 7, 6, 1, 8):
         length.prepare(num_rows)
@@ -365,7 +365,7 @@ def test_costs_of_one_row_may_stand_for_all() -> None:
         measured.append(num_rows)
         return cpu(0.2).measured(num_rows)
 
-    length = GoodputPolicy(RoundCosts(ForwardCosts()), measure=measure, measured_rows=1)
+    length = AutoLength(RoundCosts(ForwardCosts()), measure=measure, measured_rows=1)
     for num_rows in (8, 1, 32):
         length.prepare(num_rows)
     assert measured == [1]
@@ -413,11 +413,11 @@ def test_prompts_that_take_little_are_a_drafters_always() -> None:
     length = length_of(cost)
     for k in (0, 1, 0, 1, 0, 1, 0):
         observe(length, cost, k, 0, 8)
-    length.budget.left = -5.0
+    length._budget = -5.0
     for _ in range(3):
         assert length.may_pay(BatchState(1, [8], 5000, 60))
         assert not length.may_pay(BatchState(1, [8], 128, 60))
-    assert length.budget.left == -5.0
+    assert length._budget == -5.0
 
 
 def test_a_fixed_length_is_fixed() -> None:
@@ -445,7 +445,7 @@ def test_rows_that_come_one_by_one_are_drafted_for() -> None:
     shape three; a draft that is right three times in four gains a fifth.
     """
     forwards = Forwards(1, {1: 2.72e-3, 2: 3.84e-3, 5: 4.01e-3}, 0.6e-3)
-    policy = GoodputPolicy(RoundCosts(ForwardCosts([forwards]), new_shape=0.04))
+    policy = AutoLength(RoundCosts(ForwardCosts([forwards]), new_shape=0.04))
     rng = random.Random(0)
     rounds = tokens = 0.0
     for _ in range(12):

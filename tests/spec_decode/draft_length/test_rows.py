@@ -10,10 +10,9 @@ import pytest
 from specdec.spec_decode.draft_length import (
     BatchState,
     ForwardCosts,
-    GoodputPolicy,
+    AutoLength,
     RoundCosts,
     RoundTiming,
-    RowFactors,
 )
 
 from .simulation import Costs
@@ -43,7 +42,7 @@ def wave(
     rng = random.Random(seed)
     tokens = TOKENS
     measured = cost.measured(num_rows, verify=verify)
-    length = GoodputPolicy(RoundCosts(ForwardCosts([measured])))
+    length = AutoLength(RoundCosts(ForwardCosts([measured])))
     left = dict.fromkeys(range(num_rows), tokens)
     ends: dict[int, float] = {}
     seconds, backlog = 0.0, 0
@@ -149,22 +148,9 @@ def test_a_row_that_accepts_less_still_may_gain() -> None:
     assert ended < 0.77
 
 
-def test_factors_are_drawn_to_one_and_forgotten() -> None:
-    rows = RowFactors()
-    assert rows.of(3) == 1.0
-    for _ in range(40):
-        rows.observe([3, 4], [(2, 2), (2, 0)], [0.5, 0.25])
-    assert rows.of(3) > 1.8
-    assert rows.of(4) < 0.3
-    for first in range(10, 4000, 10):
-        rows.observe(range(first, first + 10), [(1, 1)] * 10, [0.5])
-    assert rows.of(3) == 1.0
-    assert len(rows._seen) <= 1024 + 10
-
-
 def test_a_row_that_may_not_be_drafted_for_ends_as_early_as_without_a_draft() -> None:
     """Catches a rule that counts draft tokens which a row's own limit forbids."""
-    length = GoodputPolicy(RoundCosts(ForwardCosts([LAUNCHED.measured(2)])))
+    length = AutoLength(RoundCosts(ForwardCosts([LAUNCHED.measured(2)])))
     for k in (0, 2, 2, 2, 2):
         rows = [(k, k)] * 2 if k else []
         length.observe(RoundTiming(2, k, rows, LAUNCHED(2, k)))

@@ -8,44 +8,59 @@ from typing import Any
 
 import pytest
 
-from specdec.spec_decode.draft_length import ForwardCosts, Forwards, RoundCosts
-from specdec.spec_decode.draft_length.costs import Correction
-from specdec.spec_decode.draft_length.store import (
-    MOST_ENTRIES,
-    VERSION,
+from specdec.spec_decode.draft_length import (
+    Acceptance,
     CostStore,
-    default_path,
+    ForwardCosts,
+    Forwards,
+    RoundCosts,
+    RoundTiming,
 )
+
+VERSION, MOST_ENTRIES = 8, 64
 
 FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02, 0.03)
 
 
 def costs() -> RoundCosts:
-    return RoundCosts(ForwardCosts([FORWARDS]), {(8, 2): Correction(0.25, 3)})
+    return RoundCosts(ForwardCosts([FORWARDS]), {(8, 2): 0.25})
 
 
 def test_saved_costs_come_back(tmp_path: Path) -> None:
     store = CostStore(tmp_path / "new" / "costs.json")
-    store.save("a", costs())
-    found = CostStore(store.path).load("a", new_shape=0.5)
+    store.save("a", costs(), Acceptance([0.5, 0.25]))
+    found, acceptance = CostStore(store.path).load("a", new_shape=0.5)
+    assert acceptance.chances == [0.5, 0.25]
+    # It is where another process begins, and weighs little.
+    acceptance.observe(RoundTiming(8, 1, [(1, 1)] * 8))
+    assert acceptance.survival(1)[0] > 0.7
     assert found.forwards.measured == [FORWARDS]
-    assert found.corrections == {(8, 2): Correction(0.25, 3)}
+    assert {key: each.excess for key, each in found.timed.items()} == {(8, 2): 0.25}
     assert found.new_shape == 0.5
     assert [p.name for p in store.path.parent.iterdir()] == ["costs.json"]
-    assert CostStore(store.path).load("b").forwards.measured == []
+    assert CostStore(store.path).load("b")[0].forwards.measured == []
 
 
 def test_a_file_keeps_the_newest_pairs(tmp_path: Path) -> None:
     store = CostStore(tmp_path / "costs.json")
     for i in range(MOST_ENTRIES + 3):
-        store.save(str(i), costs())
-    assert store.load("2").forwards.measured == []
-    assert store.load("3").forwards.measured == [FORWARDS]
+        store.save(str(i), costs(), Acceptance())
+    assert store.load("2")[0].forwards.measured == []
+    assert store.load("3")[0].forwards.measured == [FORWARDS]
 
 
 ENTRY = {
-    "forwards": [{"rows": 8, "verify": [[1, 0.1]], "draft_step": 0.1}],
-    "corrections": [],
+    "forwards": [
+        {
+            "rows": 8,
+            "verify": [[1, 0.1]],
+            "draft_step": 0.1,
+            "draft_once": 0,
+            "busy": False,
+        }
+    ],
+    "excess": [[8, 2, 0.1]],
+    "acceptance": [0.5],
 }
 
 
@@ -57,7 +72,7 @@ def kept(entry: dict[str, Any]) -> str:
 def test_an_entry_is_read(tmp_path: Path) -> None:
     """Files below are refused for other reasons than their faults."""
     (tmp_path / "costs.json").write_text(kept(ENTRY), "utf-8")
-    assert CostStore(tmp_path / "costs.json").load("a").forwards.measured
+    assert CostStore(tmp_path / "costs.json").load("a")[0].forwards.measured
 
 
 @pytest.mark.parametrize(
@@ -73,7 +88,9 @@ def test_an_entry_is_read(tmp_path: Path) -> None:
         json.dumps({"version": VERSION, "costs": {"a": None}}),
         json.dumps({"version": VERSION - 1, "costs": {"a": ENTRY}}),
         kept({**ENTRY, "forwards": [{}]}),
-        kept({**ENTRY, "corrections": [[1]]}),
+        kept({**ENTRY, "excess": [[1]]}),
+        kept({**ENTRY, "excess": [[8, 2, 1e9]]}),
+        kept({**ENTRY, "acceptance": [1.5]}),
         kept(ENTRY).replace("0.1]", "-1]"),
         kept(ENTRY).replace("0.1]", "NaN]"),
         kept(ENTRY).replace("[[1,", "[[2,"),
@@ -83,23 +100,23 @@ def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text, "utf-8")
     store = CostStore(path)
-    assert store.load("a").forwards.measured == []
-    store.save("a", costs())
-    assert store.load("a").forwards.measured == [FORWARDS]
+    assert store.load("a")[0].forwards.measured == []
+    store.save("a", costs(), Acceptance([0.5, 0.25]))
+    assert store.load("a")[0].forwards.measured == [FORWARDS]
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = CostStore(tmp_path / "file" / "costs.json")
-    store.save("a", costs())
-    assert store.load("a").forwards.measured == []
+    store.save("a", costs(), Acceptance([0.5, 0.25]))
+    assert store.load("a")[0].forwards.measured == []
 
 
 def test_the_users_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path() == tmp_path / "specdec" / "costs.json"
+    assert CostStore().path == tmp_path / "specdec" / "costs.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_path() == tmp_path / ".cache" / "specdec" / "costs.json"
+    assert CostStore().path == tmp_path / ".cache" / "specdec" / "costs.json"

@@ -24,8 +24,10 @@ def test_a_rounds_time_begins_with_the_read_before_it() -> None:
     found.append(timer.read([3, None]))  # 25: since the read at 20
     timer.interrupt()  # 26
     found.append(timer.read([3, None]))  # 26.5: a prefill chunk ran meanwhile
-    assert [t.seconds for t in found] == [3.0, 4.0, 3.0, 5.0, None]
+    assert [t.seconds for t in found] == [3.0, 4.0, 3.0, 5.0, 1.5]
     assert [t.fair for t in found[:4]] == [False, True, False, True]
+    assert [t.joining for t in found] == [False] * 4 + [True]
+    assert not found[4].fair
     assert found[3].accepted == [(2, 2)]
     assert [t.backlog for t in found] == [0, 0, 0, 3, 0]
 
@@ -47,7 +49,7 @@ def test_a_round_that_is_waited_for_is_timed_alone() -> None:
 
 @pytest.mark.parametrize(
     ("new_shapes", "seconds", "fair"),
-    [([], 2.0, True), ([True], 2.0, False), ([True, False], None, False)],
+    [([], 2.0, True), ([True], 2.0, False), ([True, False], 2.0, False)],
 )
 def test_what_held_a_round_up_is_reported(
     new_shapes: list[bool], seconds: float | None, fair: bool
@@ -65,7 +67,8 @@ def test_what_held_a_round_up_is_reported(
     now += 1.0
     found = timer.read([1])
     assert found.seconds == seconds
-    assert seconds is None or found.fair is fair
+    assert found.fair is fair
+    assert found.joining is (False in new_shapes)
 
 
 def test_a_round_beside_a_look_is_not_fair() -> None:

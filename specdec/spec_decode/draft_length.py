@@ -1,0 +1,962 @@
+"""Chooses k, the number of tokens that a round drafts. No mlx here.
+
+    choose(BatchState) -> k     asked before each round
+    observe(RoundTiming)        shown each round that was read
+
+:class:`AutoLength` takes the k with the most expected tokens per second. It knows the
+chance of a draft token at each position (:class:`Acceptance`), and the time of a round
+by rows and k (:class:`RoundCosts`): a sweep of timed forwards to begin with, then moving
+means of timed rounds. Other k are tried within ``EXPLORE`` of the time.
+
+While requests wait for a row, the sum of tokens counts. When none waits, a batch takes
+as long as its last row, so the k is chosen with which that row ends soonest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, log, log2, sqrt
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..utils.kept import KeptEntries, kept_path
+from ..utils.printable import counted
+from .round_times import Peek, RoundTiming, ShadowAcceptance, StepTimer
+
+__all__ = [
+    "LADDER",
+    "Acceptance",
+    "AutoLength",
+    "BatchState",
+    "CostStore",
+    "DraftLength",
+    "FixedLength",
+    "ForwardCosts",
+    "Forwards",
+    "Peek",
+    "RoundCosts",
+    "RoundTiming",
+    "ShadowAcceptance",
+    "StepTimer",
+    "tokens_per_round",
+]
+
+#: Few values of k, since each is a shape; 3, 5, 6 and 7 would bring little more.
+LADDER = (0, 1, 2, 4, 8)
+# The share of the time that tries may lose; in plain rounds, what they may save up, and
+# what one may cost while something is saved up. MOST_SAVED pays for any try: what is
+# never tried can never be corrected.
+EXPLORE, MOST_SAVED, MOST_PRICE = 0.01, 8.0, 4.0
+# A k that was chosen stays until TIMED of its rounds were timed, for LONGEST rounds at
+# most: with one round in flight, only the second of two alike is timed.
+TIMED, LONGEST = 2, 6
+# The k changes if another is better by this factor; less is noise.
+SWITCH = 1.01
+# A k is tried that would be better, were acceptance and costs so many standard
+# deviations better than known.
+DOUBT = 1.5
+# A longer k than acceptance was measured for is chosen from too, if its rounds cost at
+# most this many times as much: a block drafts few tokens in the time of many.
+HARDLY_MORE = 1.15
+# An observed acceptance weighs 1/e after this many rounds: some 100 tokens of a text.
+MEMORY = 48.0
+# The chance of a draft token before any is seen, and how many observations that is
+# worth; three more, and a position counts as measured.
+PRIOR, PRIOR_WEIGHT = 0.6, 2.0
+# Standard deviations of logarithms: of a round's time; of the machine's pace, from one
+# round to the next; of a cost that no round has confirmed.
+NOISE, PACE, UNSURE = 0.08, 0.06, 0.2
+# Forwards of which rounds take e^-BUSY of the time were measured on a busy machine.
+BUSY = 0.3
+# How much rows differ (the variance of their factors) before it is known.
+SPREAD = 1 / 8
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """A batch before its next round.
+
+    Args:
+        num_rows: rows that are computed, idle slots included.
+        room: the most draft tokens that each running row can use.
+        remaining: tokens that a running row may still emit, on average.
+        backlog: tokens of a row that the drafter has to take in before it drafts.
+        in_flight: k of each round that was dispatched and not read yet.
+        left: tokens that each running row may still emit, by the row's number; empty
+            if requests wait for a row.
+        joining: prompts are prefilled beside the round.
+    """
+
+    num_rows: int
+    room: Sequence[int]
+    remaining: float
+    backlog: int = 0
+    in_flight: Sequence[int] = ()
+    left: Mapping[int, int] = field(default_factory=dict)
+    joining: bool = False
+
+
+class DraftLength(Protocol):
+    """Chooses k for each round. With a ratio rule, a seed's text depends on it."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest k that it ever chooses."""
+
+    def prepare(self, num_rows: int) -> None:
+        """Get ready, before a batch of ``num_rows`` begins."""
+
+    def may_pay(self, state: BatchState) -> bool:
+        """Whether joining rows are worth the drafter's prefill.
+
+        Args:
+            state: the joining rows and the running ones. Rows that are not drafted
+                for have no room; the backlog is the joining rows' prompts.
+        """
+
+    def choose(self, state: BatchState) -> int:
+        """k of the next round; asking changes nothing."""
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Learn from a round that was read."""
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """The same k in every round.
+
+    Args:
+        max_draft_tokens: k.
+    """
+
+    max_draft_tokens: int
+
+    def prepare(self, num_rows: int) -> None:
+        """Do nothing."""
+
+    def may_pay(self, state: BatchState) -> bool:
+        """Say yes: k was asked for."""
+        return True
+
+    def choose(self, state: BatchState) -> int:
+        return self.max_draft_tokens
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Do nothing."""
+
+
+# -- acceptance -----------------------------------------------------------
+
+
+@dataclass
+class _Position:
+    """The chance at one position, and how many observations it is worth.
+
+    The newest rounds replace it if they differ by three standard deviations.
+    """
+
+    mean: float
+    weight: float
+    new_mean: float = 0.0
+    new_weight: float = 0.0
+
+    def fade(self, *, seen: bool) -> None:
+        if seen:
+            self.weight *= 1 - 1 / MEMORY
+            self.new_weight *= 1 - 6 / MEMORY
+        else:  # it grows doubtful while nothing is drafted
+            self.weight /= 1 + self.weight / (2 * MEMORY)
+            self.new_weight = 0.0
+
+    def add(self, trials: int, right: int) -> None:
+        self.weight += trials
+        self.mean += (right - trials * self.mean) / self.weight
+        self.new_weight += trials
+        self.new_mean += (right - trials * self.new_mean) / self.new_weight
+        deviation = sqrt((self.mean * (1 - self.mean) + 0.02) / self.new_weight)
+        if self.new_weight >= 6 and abs(self.new_mean - self.mean) > 3 * deviation:
+            self.mean, self.weight = self.new_mean, self.new_weight
+
+
+class Acceptance:
+    """The chance of a draft token at each position, if all before it were accepted.
+
+    A row that accepts n of at most m tokens says something about the first
+    min(m, n + 1) positions. The product of the chances up to j is the share of rounds
+    that accept j tokens or more (Kaplan and Meier 1958). So rounds of every k add to
+    one estimate.
+    """
+
+    def __init__(self, chances: Iterable[float] = ()) -> None:
+        self._positions = [_Position(chance, 3 * PRIOR_WEIGHT) for chance in chances]
+        # By row: tokens accepted, and how many were expected of all rows.
+        self._rows: dict[int, tuple[float, float]] = {}
+        # The expected tokens that "this row is like the others" is worth.
+        self._alike = 1 / SPREAD
+
+    @property
+    def chances(self) -> list[float]:
+        """The chance at each position that was reached."""
+        return [position.mean for position in self._positions]
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Learn from a round, or from its peeks if it drafted nothing."""
+        counts = [list(pair) for pair in timing.shadow]
+        if timing.num_draft_tokens:
+            self._compare_rows(timing)
+            reached = [min(limit, n + 1) for limit, n in timing.accepted]
+            counts = [[0, 0] for _ in range(max(reached, default=0))]
+            for (_, accepted), most in zip(timing.accepted, reached, strict=True):
+                for j in range(most):
+                    counts[j][0] += 1
+                    counts[j][1] += j < accepted
+        for position in self._positions:
+            position.fade(seen=bool(counts))
+        for j, (trials, right) in enumerate(counts):
+            if j == len(self._positions):
+                self._positions.append(_Position(*self._at(j)))
+            if trials:
+                self._positions[j].add(trials, right)
+
+    def _at(self, j: int) -> tuple[float, float]:
+        """Chance and weight at a position; one never reached is like the last one."""
+        if j < len(self._positions):
+            return self._positions[j].mean, self._positions[j].weight
+        if not self._positions:
+            return PRIOR, PRIOR_WEIGHT
+        last = self._positions[-1]
+        return last.mean, min(PRIOR_WEIGHT, last.weight)
+
+    @property
+    def measured(self) -> int:
+        """How many positions were tried often enough, lately."""
+        weights = [position.weight for position in self._positions]
+        known = PRIOR_WEIGHT + 3
+        return next((j for j, w in enumerate(weights) if w < known), len(weights))
+
+    def survival(self, k: int, *, doubt: float = 0.0) -> list[float]:
+        """Chances that at least 1, 2, ... ``k`` draft tokens are accepted.
+
+        Args:
+            doubt: assume each position to be better by this many standard deviations.
+        """
+        survival, reached = [], 1.0
+        for j in range(k):
+            mean, weight = self._at(j)
+            if doubt:
+                mean += doubt * sqrt((mean * (1 - mean) + 0.1) / weight)
+            reached *= min(1.0, mean)
+            survival.append(reached)
+        return survival
+
+    def _compare_rows(self, timing: RoundTiming) -> None:
+        survival = self.survival(timing.num_draft_tokens)
+        fade = 1 - 1 / MEMORY
+        # Those that decode now are the last; the others fall out when there are many.
+        for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):
+            seen, expected = self._rows.pop(row, (0.0, 0.0))
+            self._rows[row] = (
+                seen * fade + n,
+                expected * fade + sum(survival[:limit]),
+            )
+        while len(self._rows) > 1024 + len(timing.rows):
+            del self._rows[next(iter(self._rows))]
+        # Rows differ as much as their counts vary more than Poisson counts would.
+        weight, variance = 144.0, 144.0 * SPREAD
+        for seen, expected in map(self._rows.__getitem__, timing.rows):
+            weight += expected**2
+            variance += (seen - expected) ** 2 - expected
+        self._alike = 1 / min(1.0, max(SPREAD / 4, variance / weight))
+
+    def of_row(self, row: int) -> float:
+        """How many tokens the row accepts, relative to all rows.
+
+        Accepted tokens are modelled as Poisson counts whose means differ by gamma
+        factors. So the factor stays near 1 while little is known of the row.
+        """
+        seen, expected = self._rows.get(row, (0.0, 0.0))
+        return (seen + self._alike) / (expected + self._alike)
+
+
+def tokens_per_round(survival: Iterable[float]) -> list[float]:
+    """Expected tokens of a row in a round of k = 0, 1, ...: 1 + survival up to k."""
+    expected = [1.0]
+    for s in survival:
+        expected.append(expected[-1] + s)
+    return expected
+
+
+# -- costs ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Measured seconds at one batch size.
+
+    Args:
+        num_rows: the batch size, B.
+        verify: by S, the time of a target forward of shape (B, S); S = 1 is included.
+        draft_step: the time of one proposed token for each row.
+        draft_once: the time that drafting takes beside that, for any number of tokens.
+        busy: other work ran on the machine meanwhile.
+    """
+
+    num_rows: int
+    verify: Mapping[int, float]
+    draft_step: float
+    draft_once: float = 0.0
+    busy: bool = False
+
+
+class ForwardCosts:
+    """Seconds of forwards at any batch size, interpolated from measured ones.
+
+    They are linear in the tokens between and beyond the measured numbers. At a batch
+    size that was not measured, they are linear in B * S over all measured sizes, and a
+    draft step grows with the target's.
+    """
+
+    def __init__(self, measured: Iterable[Forwards] = ()):
+        self._by_rows = {each.num_rows: each for each in measured}
+        self._rounds: dict[tuple[int, int], float] = {}
+
+    def add(self, forwards: Forwards) -> None:
+        """Add a measurement; it replaces one of the same batch size."""
+        self._by_rows[forwards.num_rows] = forwards
+        self._rounds.clear()
+
+    @property
+    def measured(self) -> list[Forwards]:
+        """The measurements, smallest batch first."""
+        return [self._by_rows[b] for b in sorted(self._by_rows)]
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether a batch size near enough was measured."""
+        return any(2 / 3 <= b / num_rows <= 1.5 for b in self._by_rows)
+
+    def verify(self, num_rows: int, num_tokens: int) -> float:
+        """Seconds of a forward of the target of shape (num_rows, num_tokens)."""
+        of_rows = self._by_rows.get(num_rows)
+        if of_rows and (len(of_rows.verify) > 1 or num_tokens in of_rows.verify):
+            return _interpolated(of_rows.verify, num_tokens)
+        by_tokens: dict[int, list[float]] = {}
+        for forwards in self._by_rows.values():
+            for s, seconds in forwards.verify.items():
+                by_tokens.setdefault(s * forwards.num_rows, []).append(seconds)
+        means = {n: sum(times) / len(times) for n, times in by_tokens.items()}
+        return _interpolated(means, num_rows * num_tokens)
+
+    def draft_step(self, num_rows: int) -> float:
+        """Seconds for one more proposed token of each row."""
+        return self._near(num_rows).draft_step * self._grown(num_rows)
+
+    def drafting(self, num_rows: int, k: int) -> float:
+        """Seconds to propose ``k`` tokens of each row."""
+        near = self._near(num_rows)
+        seconds = near.draft_once + k * near.draft_step
+        return seconds * self._grown(num_rows) if k else 0.0
+
+    def at_once(self, num_rows: int) -> bool:
+        """Whether drafting takes mostly the same time for any number of tokens."""
+        near = self._near(num_rows)
+        return near.draft_once > near.draft_step
+
+    def _near(self, num_rows: int) -> Forwards:
+        return min(self._by_rows.values(), key=lambda f: abs(log2(f.num_rows / num_rows)))
+
+    def _grown(self, num_rows: int) -> float:
+        """The time of a forward, relative to the nearest measured batch size."""
+        near = self._near(num_rows).num_rows
+        if near == num_rows:
+            return 1.0
+        return self.verify(num_rows, 1) / self.verify(near, 1)
+
+    def round(self, num_rows: int, k: int) -> float:
+        """Seconds of a round: drafting k tokens, and a verify forward of k + 1."""
+        seconds = self._rounds.get((num_rows, k))
+        if seconds is None:
+            seconds = self.drafting(num_rows, k) + self.verify(num_rows, k + 1)
+            self._rounds[num_rows, k] = seconds = max(1e-7, seconds)
+        return seconds
+
+    def catch_up(self, num_rows: int, num_tokens: int) -> float:
+        """Seconds for a drafter to take in ``num_tokens`` of each row at once.
+
+        A draft step is assumed to grow with its tokens as the target's forward does.
+        """
+        if not num_tokens:
+            return 0.0
+        more = self.verify(num_rows, num_tokens + 1) / self.verify(num_rows, 1) - 1
+        return self.drafting(num_rows, 1) * max(0.0, more)
+
+
+def _interpolated(points: Mapping[int, float], x: int) -> float:
+    """Linear between the points, and beyond them along the last two."""
+    xs = sorted(points)
+    if len(xs) == 1 or x in points:
+        # A single point: at least as much for more tokens.
+        return points[x] if x in points else points[xs[0]] * max(1.0, x / xs[0])
+    i = next((i for i, right in enumerate(xs) if right >= x), len(xs) - 1)
+    left, right = xs[max(i, 1) - 1], xs[max(i, 1)]
+    slope = max(0.0, (points[right] - points[left]) / (right - left))
+    value = points[left] + slope * (x - left)
+    return max(value, points[xs[0]] * x / xs[0]) if x < xs[0] else value
+
+
+@dataclass
+class _Timed:
+    """What rounds of one (rows, k) took.
+
+    Args:
+        excess: mean logarithm of their time over that of the forwards and the pace.
+        shaken: its variance from a correction by plain rounds alone.
+        rounds: how many were timed since then.
+        seen: the number of the last one.
+        confirmed: how many this process timed.
+    """
+
+    excess: float = 0.0
+    shaken: float = 0.0
+    rounds: int = 0
+    seen: int = 0
+    confirmed: int = 0
+
+    def variance(self, now: int) -> float:
+        """Doubt about the mean: shrinks with every round, and grows with time."""
+        doubt = (UNSURE**2 + self.shaken) / (1 + self.rounds)
+        return min(0.5, doubt + (PACE / 6) ** 2 * (now - self.seen))
+
+
+class RoundCosts:
+    """Times of rounds by (rows, k), in plain rounds of as many rows.
+
+    Only ratios decide which k is best. While k stays, a change of time is the machine's
+    pace (other load, a growing context), which all rounds share. When k changes, the
+    error is divided among the pace and the two k by their variances. But a busy host
+    may slow only rounds that draft: a pace that has changed since a plain round was
+    timed makes the costs of all k doubtful, until the next plain round.
+
+    Args:
+        forwards: measured forwards, to begin with.
+        excess: by (rows, k), what rounds of another process took beyond them.
+        new_shape: extra seconds of the first round of a (rows, k).
+    """
+
+    def __init__(
+        self,
+        forwards: ForwardCosts,
+        excess: Mapping[tuple[int, int], float] | None = None,
+        *,
+        new_shape: float = 0.0,
+    ):
+        self.forwards, self.new_shape = forwards, new_shape
+        self.timed = {key: _Timed(value) for key, value in (excess or {}).items()}
+        self.rounds = 0
+        # Batch sizes whose forwards this process has measured.
+        self.measured: set[int] = set()
+        # The pace, now and when a plain round was last timed; the share of earlier
+        # changes that plain rounds did not have.
+        self._pace: float | None = None
+        self._plain_pace, self._of_drafts = 0.0, 1.0
+        self._last: tuple[int, int] | None = None
+        self._met: set[tuple[int, int]] = set()
+        # By whether they draft, of rounds beside a prefill: how many plain rounds they
+        # took longer than others, and how many there were.
+        self._beside = {False: (0.0, 0), True: (0.0, 0)}
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether forwards need no measurement: known ones are near, and not busy."""
+        quiet = [f.num_rows for f in self.forwards.measured if not f.busy]
+        return any(2 / 3 <= b / num_rows <= 1.5 for b in {*quiet, *self.measured})
+
+    def add(self, forwards: Forwards) -> None:
+        """Take in forwards that this process has measured."""
+        self.forwards.add(forwards)
+        self.measured.add(forwards.num_rows)
+
+    def seem_busy(self) -> bool:
+        """Whether rounds are much faster than the forwards measured before them."""
+        return self._pace is not None and self._pace < -BUSY
+
+    def source(self, num_rows: int, k: int) -> str | None:
+        """Where the cost of a round comes from; ``None``: from rounds timed here."""
+        known = self.timed.get((num_rows, k))
+        if known is not None and known.confirmed:
+            return None
+        if known is not None or not ForwardCosts(
+            f for f in self.forwards.measured if f.num_rows in self.measured
+        ).covers(num_rows):
+            return "costs of an earlier run"
+        return "forwards timed before the first round"
+
+    def age(self, num_rows: int, k: int) -> int:
+        """Rounds since one of (num_rows, k) was timed."""
+        known = self.timed.get((num_rows, k))
+        return self.rounds - (known.seen if known else 0)
+
+    def _at(self, num_rows: int, k: int) -> _Timed:
+        """What is known of (num_rows, k): if nothing, that of its neighbour."""
+        exact = self.timed.get((num_rows, k))
+        alike = [key for key in self.timed if key[1] and k]
+        if exact is not None or not alike:
+            return exact or _Timed(seen=self.rounds)
+
+        def distance(key: tuple[int, int]) -> float:
+            return abs(log2(key[0] / num_rows)) + abs(log2((key[1] + 1) / (k + 1)))
+
+        return _Timed(self.timed[min(alike, key=distance)].excess, seen=self.rounds)
+
+    def relative(self, num_rows: int, k: int, *, doubt: float = 0.0) -> float:
+        """The cost of a round, in plain rounds of as many rows.
+
+        Args:
+            doubt: assume it to be cheaper by this many standard deviations.
+        """
+        known = self._at(num_rows, k)
+        variance = known.variance(self.rounds)
+        if not k:
+            # Compared with rounds that draft, it may be cheaper.
+            variance += (self._of_drafts * self._moved) ** 2
+            return exp(-doubt * sqrt(variance)) if doubt else 1.0
+        ratio = self.forwards.round(num_rows, k) / self.forwards.round(num_rows, 0)
+        # Drafting only adds work: if it seems cheaper, that is noise.
+        return max(1.0, ratio * exp(known.excess)) * exp(-doubt * sqrt(variance))
+
+    def once(self, num_rows: int, k: int, backlog: int) -> float:
+        """What k costs once, in plain rounds: catching up, a share of a new shape."""
+        if not k:
+            return 0.0
+        # Later requests use the shape too: a fifth of it has to be brought back.
+        new = self.new_shape / 5 if (num_rows, k) not in self._met else 0.0
+        shape = new / self.forwards.round(num_rows, 0)
+        return self.catch_up(num_rows, backlog) + shape
+
+    def catch_up(self, num_rows: int, backlog: int) -> float:
+        """The cost of taking in ``backlog`` tokens of each row, in plain rounds."""
+        seconds = self.forwards.catch_up(num_rows, backlog)
+        return seconds / self.forwards.round(num_rows, 0)
+
+    def beside_prompts(self) -> float:
+        """Plain rounds that a draft takes more beside a prefill than elsewhere."""
+        (plain, some), (drafted, others) = self._beside[False], self._beside[True]
+        return max(0.0, drafted - plain) if min(some, others) >= TIMED else 0.0
+
+    def plain_seconds(self, num_rows: int) -> float | None:
+        """Seconds of a plain round at the current pace; ``None`` before any round."""
+        if self._pace is None:
+            return None
+        return exp(self._pace) * self.forwards.round(num_rows, 0)
+
+    @property
+    def _moved(self) -> float:
+        """How much the pace has changed since a plain round was timed."""
+        return 0.0 if self._pace is None else self._pace - self._plain_pace
+
+    def observe(self, timing: RoundTiming, *, once: float) -> bool:
+        """Learn from a round.
+
+        Args:
+            once: what k cost once, in plain rounds; such a round's time shows little.
+
+        Returns:
+            Whether the time was used as that of a usual round. The first round of a
+            shape is not used where new shapes take time.
+        """
+        self.rounds += 1
+        num_rows, k = key = timing.num_rows, timing.num_draft_tokens
+        new = key not in self._met
+        self._met.add(key)
+        plain = self.plain_seconds(num_rows)
+        if timing.seconds is None:
+            return False
+        if timing.joining and plain is not None and once <= 0.02:
+            mean, count = self._beside[k > 0]
+            extra = timing.seconds / plain - self.relative(num_rows, k)
+            mean += (extra - mean) / min(count + 1, MEMORY)
+            self._beside[k > 0] = mean, count + 1
+        if not timing.fair or once > 0.02 or (new and k and self.new_shape):
+            return False
+        self._take(key, log(max(timing.seconds, 1e-7)))
+        return True
+
+    def _take(self, key: tuple[int, int], seconds: float) -> None:
+        """Correct the pace, and the costs of this k and of the last one."""
+        num_rows, k = key
+        mine = self.timed[key] = self._at(num_rows, k)
+        error = seconds - log(self.forwards.round(num_rows, k)) - mine.excess
+        if self._pace is None:
+            self._pace = self._plain_pace = error
+        error -= self._pace
+        moved = 0.0 if k else self._moved
+        # What was measured or stored may be wrong by any factor. Later rounds are not,
+        # and a stall says nothing, but no load makes a round quicker.
+        trusted = k > 0 and mine.confirmed < (TIMED if error < 0 else 1)
+        trusted &= abs(error) > 0.3
+        if not trusted:
+            error = max(min(-0.3, -moved), min(max(0.3, -moved), error))
+        of_mine = of_last = of_drafts = 0.0
+        if k:  # while k stays, most of an error is the pace's
+            of_mine = mine.variance(self.rounds) * (1 if key != self._last else 1 / 4)
+            of_mine = max(of_mine, error**2) if trusted else of_mine
+        if self._last is not None and key != self._last and self._last[1]:
+            last = self.timed[self._last]
+            of_last = last.variance(self.rounds)
+        if abs(moved) > 0.3:
+            share = max(0.0, min(1.0, -error / moved))
+            of_drafts = moved**2 if abs(error) > 0.3 else 0.0
+            self._of_drafts = (self._of_drafts + share) / 2
+        step = error / (PACE**2 + NOISE**2 + of_mine + of_last + of_drafts)
+        mine.excess += step * of_mine
+        if trusted:  # what is known of other k is as wrong
+            for (_, drafted), each in self.timed.items():
+                if drafted and not each.confirmed and each is not mine:
+                    each.excess += step * of_mine
+        if of_last:
+            last.excess -= step * of_last
+        self._pace += step * (PACE**2 + of_last + of_drafts)
+        if of_drafts:
+            for (_, drafted), each in self.timed.items():
+                if drafted:
+                    each.excess -= step * of_drafts
+                    each.rounds, each.shaken = 0, (step * of_drafts) ** 2
+        if not k:
+            self._plain_pace = self._pace
+        mine.rounds, mine.confirmed = mine.rounds + 1, mine.confirmed + 1
+        mine.seen, self._last = self.rounds, key
+
+
+# -- the choice -----------------------------------------------------------
+
+
+class AutoLength:
+    """Chooses the k with the most expected tokens per expected second; k may be 0.
+
+    Sessions in several threads may share it: one lock guards all that it knows.
+
+    Args:
+        costs: the costs of rounds.
+        acceptance: what is known of the draft.
+        ladder: the values of k to choose from, besides the largest.
+        max_draft_tokens: the largest k.
+        measure: measures forwards at a batch size, before its first round.
+        measured_rows: the number of rows to measure with; ``None``: as many as the
+            batch has.
+        save: saves what was learnt; called now and then.
+    """
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        acceptance: Acceptance | None = None,
+        *,
+        ladder: Sequence[int] = LADDER,
+        max_draft_tokens: int = LADDER[-1],
+        measure: Callable[[int], Forwards] | None = None,
+        measured_rows: int | None = None,
+        save: Callable[[RoundCosts, Acceptance], None] | None = None,
+    ):
+        self.costs, self.acceptance = costs, acceptance or Acceptance()
+        self.max_draft_tokens = max_draft_tokens
+        self._ladder = ladder
+        self._measure, self._measured_rows, self._save = measure, measured_rows, save
+        self._lock = threading.RLock()
+        # Plain rounds that tries may lose.
+        self._budget = 0.2
+        self._save_at = 64
+        # Of the last choice: the rates by k, and the best k. Of the rounds read last:
+        # their k, how many in a row had it, and how many of these were timed.
+        self._rates_known: dict[int, float] = {}
+        self._best = 0
+        self._run = (0, LONGEST, TIMED)
+        # For `reason`: how many rounds had so many rows and this k.
+        self._chosen: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def reason(self) -> str | None:
+        """The commonest k so far, and what a round that drafts costs.
+
+        ``None`` before the first round.
+        """
+        with self._lock:
+            if not self._chosen:
+                return None
+            ks, rows = Counter[int](), Counter[int]()
+            for (num_rows, k), rounds in self._chosen.items():
+                ks[k] += rounds
+                rows[num_rows] += rounds
+            k = max(ks, key=lambda k: ks[k])
+            # Rounds that drafted, if any, and their commonest number of rows.
+            drafted = {key: n for key, n in self._chosen.items() if key[1] == k > 0}
+            if not drafted:
+                drafted = {key: n for key, n in self._chosen.items() if key[1]}
+            num_rows, some = max(rows, key=lambda n: rows[n]), 1
+            if drafted:
+                num_rows, some = max(drafted, key=lambda key: drafted[key])
+            text = (
+                f"{counted(k, 'draft token') if k else 'no draft'} in "
+                f"{ks[k] / ks.total():.0%} of the rounds; with "
+                f"{counted(num_rows, 'row')} a round of {counted(some, 'draft token')} "
+                f"takes {self.costs.relative(num_rows, some):.2f} times one without"
+            )
+            source = self.costs.source(num_rows, some)
+            return text if source is None else f"{text} by {source}"
+
+    def prepare(self, num_rows: int) -> None:
+        """Measure forwards of ``num_rows``, unless those known are good enough."""
+        rows = self._measured_rows or num_rows
+        with self._lock:
+            if self._measure is None or self.costs.covers(rows):
+                return
+            self.costs.add(self._measure(rows))
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._save is not None:
+            self._save(self.costs, self.acceptance)
+
+    def choose(self, state: BatchState) -> int:
+        """k of the next round."""
+        with self._lock:
+            ks = self._ks(state)
+            # A plain round comes first: costs are relative to it.
+            if len(ks) == 1 or self.costs.plain_seconds(state.num_rows) is None:
+                return 0
+            self._rates_known = rates = self._rates(state, ks)
+            k, run, timed = self._newest(state)
+            self._best = best = self._best_of(state, rates, 0 if state.backlog else k)
+            if k in rates and run < LONGEST and timed < TIMED:
+                return k
+            return self._try_of(state, rates) if k == best else best
+
+    def _ks(self, state: BatchState) -> list[int]:
+        """The values of k to choose from: a few positions beyond those tried.
+
+        Longer ones are in reach where a block is drafted at once and they cost hardly
+        more, and where the budget for tries is full.
+        """
+        room = min(self.max_draft_tokens, max(state.room, default=0))
+        top = min(room, 2 * self.acceptance.measured + 1)
+        most = 0.0
+        if self.costs.forwards.at_once(state.num_rows):
+            most = HARDLY_MORE * self.costs.relative(state.num_rows, top)
+        return [
+            k
+            for k in sorted({*self._ladder, room})
+            if k <= top
+            or (k <= room and self.costs.relative(state.num_rows, k) <= most)
+        ]
+
+    def _rates(
+        self, state: BatchState, ks: Sequence[int], *, doubt: float = 0.0
+    ) -> dict[int, float]:
+        """Expected tokens in the time of a plain round, by k."""
+        tokens = tokens_per_round(self.acceptance.survival(ks[-1], doubt=doubt))
+        of_rows = self._of_last_row if len(state.left) > 1 else self._of_mean_row
+        beside = self.costs.beside_prompts() if state.joining else 0.0
+        return {
+            k: of_rows(state, k, tokens)
+            / (self.costs.relative(state.num_rows, k, doubt=doubt) + (k > 0) * beside)
+            for k in ks
+        }
+
+    def _of_mean_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
+        """Tokens of a running row in a round of k, on average."""
+        if min(state.room) >= k:
+            return tokens[k]
+        return sum(tokens[min(k, r)] for r in state.room) / len(state.room)
+
+    def _of_last_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
+        """How many times sooner, in rounds, the last row ends with rounds of k."""
+        more = tokens[k] - 1
+        rounds = max(
+            n / (1 + min(k, room, self.acceptance.of_row(row) * more))
+            for (row, n), room in zip(state.left.items(), state.room, strict=True)
+        )
+        return max(state.left.values()) / rounds
+
+    def _newest(self, state: BatchState) -> tuple[int, int, int]:
+        """k of the last round dispatched; rounds in a row with it; those timed."""
+        k, run, timed = self._run
+        for dispatched in state.in_flight:
+            if dispatched != k:
+                k, run, timed = dispatched, 0, 0
+            run += 1
+        return k, run, timed
+
+    def _best_of(self, state: BatchState, rates: dict[int, float], last: int) -> int:
+        """The best k as far as is known; the last one, if none is clearly better."""
+        stay = last if rates.get(last, 0.0) >= rates[0] * SWITCH else 0
+        best, gained = stay, 0.0
+        for k, rate in rates.items():
+            # Half of what rows may still emit must bring back what k costs once.
+            rounds = state.remaining / 2 / max(rate, rates[stay])
+            gain = rounds * (rate / rates[stay] - 1)
+            gain -= self.costs.once(state.num_rows, k, state.backlog)
+            if rate > rates[stay] * SWITCH and gain > gained:
+                best, gained = k, gain
+        return best
+
+    def _try_of(self, state: BatchState, rates: dict[int, float]) -> int:
+        """A k that may be better than the best: 0, else the cheapest to try.
+
+        With a full budget, any k that was not timed for long, by its price: an estimate
+        that forbids a try could never be corrected.
+        """
+        best, full = self._best, self._budget >= MOST_SAVED
+        full &= self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
+        reach = max(self._budget, MOST_PRICE) if self._budget > 0 else 0.0
+        rounds = min(LONGEST, TIMED + len(state.in_flight))
+        hopes = self._rates(state, list(rates), doubt=DOUBT)
+        tried, longest = best, 0.0
+        for k, hope in hopes.items():
+            # Plain rounds teach nothing new while nothing is drafted.
+            if k == best or (not k and state.backlog):
+                continue
+            loss = max(0.0, 1 - rates[k] / rates[best])
+            price = rounds * loss * self.costs.relative(state.num_rows, k)
+            price += self.costs.once(state.num_rows, k, state.backlog)
+            if full:
+                overdue = self.costs.age(state.num_rows, k) / max(price, EXPLORE)
+                if overdue > longest:
+                    tried, longest = k, overdue
+            elif hope > rates[best] * SWITCH**2 and price < reach:
+                tried, reach = k, price
+                if not k:  # comes first: all costs are relative to it
+                    break
+        return tried
+
+    def may_pay(self, state: BatchState) -> bool:
+        """Whether half of what rows may emit can bring back what their prompts cost.
+
+        If it could only with better acceptance and costs than known, that is a try.
+        Prompts that cost next to nothing are worth it wherever a draft could pay.
+        """
+        with self._lock:
+            ks = self._ks(state)
+            # `choose` weighs what a new shape costs; later rows use it too.
+            once = self.costs.catch_up(state.num_rows, state.backlog)
+            for doubt in (0.0, 1.0) if self._budget > 0 else (0.0,):
+                rates = self._rates(state, ks, doubt=doubt)
+                for k in ks[1:]:
+                    rounds = state.remaining / 2 / max(1.0, rates[k])
+                    if rounds * (rates[k] - 1) > once:
+                        self._budget -= once if doubt else 0.0
+                        return True
+            if once <= EXPLORE * state.remaining / 2 and any(
+                self.costs.relative(state.num_rows, k) < k + 1 for k in ks[1:]
+            ):
+                return True
+            if self._budget >= MOST_SAVED:
+                self._budget -= once
+                return len(ks) > 1
+            return False
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Learn from a round's time and from what its rows accepted."""
+        with self._lock:
+            num_rows, k = timing.num_rows, timing.num_draft_tokens
+            once = self.costs.once(num_rows, k, timing.backlog)
+            timed = self.costs.observe(timing, once=once)
+            cost = self.costs.relative(num_rows, k)
+            self._budget = min(MOST_SAVED, self._budget + EXPLORE * cost)
+            if not timing.forced:
+                self._chosen[num_rows, k] += 1
+                self._pay(timing, once)
+                _, run, before = self._run if self._run[0] == k else (k, 0, 0)
+                self._run = k, run + 1, before + timed
+            self.acceptance.observe(timing)
+            if self.costs.rounds >= self._save_at:
+                self._save_at = 2 * self.costs.rounds
+                self._keep()
+
+    def _pay(self, timing: RoundTiming, once: float) -> None:
+        """Charge what a round lost by having another k than the best."""
+        num_rows, k = timing.num_rows, timing.num_draft_tokens
+        rates, plain = self._rates_known, self.costs.plain_seconds(num_rows)
+        if k == self._best:
+            return
+        cost, late = self.costs.relative(num_rows, k), once
+        unfair = once > 0.02 or not timing.fair
+        if timing.seconds is not None and plain is not None and unfair:
+            late = timing.seconds / plain - cost
+        best = rates.get(self._best, 0.0)
+        loss = cost * (1 - rates.get(k, best) / best) if best else 0.0
+        # A stall is not the fault of a try.
+        lost = min(20.0, max(0.0, loss) + max(0.0, late))
+        self._budget = max(-30.0, self._budget - lost)
+
+
+# -- on disk --------------------------------------------------------------
+
+
+class CostStore:
+    """A JSON file of costs and acceptance by key, read by later processes.
+
+    If it cannot be read or written, nothing is kept.
+
+    Args:
+        path: the file; it and its folder are made when something is saved.
+            ``None``: ``costs.json`` in the user's cache folder.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self.path = path or kept_path("costs.json")
+        self._entries = KeptEntries(self.path, "costs", version=8, most=64)
+
+    def load(
+        self, key: str, *, new_shape: float = 0.0
+    ) -> tuple[RoundCosts, Acceptance]:
+        """What was saved for ``key``; nothing known if there is none."""
+        try:
+            entry = self._entries.load()[key]
+            forwards = [
+                Forwards(
+                    _number(f["rows"], 1, 1e6, int),
+                    {_number(s, 1, 1e6, int): _number(t, 1e-9) for s, t in f["verify"]},
+                    _number(f["draft_step"], 0.0),
+                    _number(f["draft_once"], 0.0),
+                    bool(f["busy"]),
+                )
+                for f in entry["forwards"]
+            ]
+            if not all(1 in f.verify for f in forwards):
+                return RoundCosts(ForwardCosts(), new_shape=new_shape), Acceptance()
+            excess = {
+                (_number(b, 1, 1e6, int), _number(k, 0, 1e6, int)): _number(x, -50, 50)
+                for b, k, x in entry["excess"]
+            }
+            chances = [_number(chance, 0, 1) for chance in entry["acceptance"]]
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return RoundCosts(ForwardCosts(), new_shape=new_shape), Acceptance()
+        costs = RoundCosts(ForwardCosts(forwards), excess, new_shape=new_shape)
+        return costs, Acceptance(chances)
+
+    def save(self, key: str, costs: RoundCosts, acceptance: Acceptance) -> None:
+        """Add what is known to the file, atomically."""
+        entry: dict[str, Any] = {
+            "forwards": [
+                {
+                    "rows": f.num_rows,
+                    "verify": [[s, f.verify[s]] for s in sorted(f.verify)],
+                    "draft_step": f.draft_step,
+                    "draft_once": f.draft_once,
+                    "busy": f.busy or costs.seem_busy(),
+                }
+                for f in costs.forwards.measured
+            ],
+            "excess": [[*at, each.excess] for at, each in costs.timed.items()],
+            "acceptance": acceptance.chances,
+        }
+        self._entries.save(key, entry)
+
+
+def _number(
+    value: Any, least: float, most: float = 1e6, kind: Callable[[Any], Any] = float
+) -> Any:
+    number = kind(value)
+    if not least <= number <= most:  # NaN too
+        raise ValueError(f"{value} is out of range")
+    return number

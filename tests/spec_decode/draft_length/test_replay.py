@@ -1,0 +1,160 @@
+"""Whole jobs whose rounds were recorded, and devices whose costs were published.
+
+``recorded.json`` has, for each job, quantiles of the milliseconds of its rounds by k
+and (rounds, tokens kept) of its rows, from the results of ``benchmarks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from specdec.spec_decode.draft_length import (
+    Acceptance,
+    AutoLength,
+    BatchState,
+    CostStore,
+    ForwardCosts,
+    Forwards,
+    RoundCosts,
+    RoundTiming,
+)
+
+from .replay import Job, recorded
+
+JOBS = recorded()
+SEEDS = range(4)
+# How fast the choice before this one was, over the best fixed k: in a first job, and
+# in the fourth of a process. Means over all recorded jobs.
+BEFORE = {"first": 0.975, "fourth": 0.987}
+
+
+def auto(job: Job, *, wrong: float = 1.0) -> AutoLength:
+    shape = 0.0 if "cpu" in job.name else 0.01
+    costs = RoundCosts(ForwardCosts([job.sweep(wrong)]), new_shape=shape)
+    return AutoLength(costs, max_draft_tokens=job.most)
+
+
+@cache
+def fixed(name: str) -> dict[int, float]:
+    """Seconds of all seeds by k."""
+    job = JOBS[name]
+    return {k: len(SEEDS) * job.fixed(k, SEEDS) for k in job.ms}
+
+
+def rates(name: str, folder: Path) -> dict[str, float]:
+    """Seconds of the best fixed k over those of ``auto``: in three stages."""
+    job, seconds = JOBS[name], dict.fromkeys(("first", "fourth", "stored"), 0.0)
+    for seed in SEEDS:
+        length = auto(job)
+        seconds["first"] += job.seconds(length, seed)
+        for more in (100, 200):
+            job.seconds(length, seed + more)
+        store = CostStore(folder / f"{seed}.json")
+        store.save("pair", length.costs, length.acceptance)
+        seconds["fourth"] += job.seconds(length, seed)
+        later = AutoLength(*store.load("pair"), max_draft_tokens=job.most)
+        seconds["stored"] += job.seconds(later, seed)
+    best = min(fixed(name).values())
+    return {stage: best / each for stage, each in seconds.items()}
+
+
+def test_recorded_jobs(tmp_path: Path) -> None:
+    """The mean is near the best fixed k, and no job is slower than without a draft.
+
+    A short job of a new process begins with what another process has saved.
+    """
+    measured = {name: rates(name, tmp_path) for name in JOBS}
+    for stage, least in (("first", 0.96), ("fourth", 0.98), ("stored", 0.975)):
+        mean = sum(each[stage] for each in measured.values()) / len(measured)
+        assert mean >= least, (stage, mean)
+    assert mean > BEFORE["first"] - 0.002
+    for name, stages in measured.items():
+        plain = fixed(name)[0] / min(fixed(name).values())
+        assert plain * stages["fourth"] > 0.96, name
+        assert plain * stages["stored"] > 0.95, name
+
+
+# -- staircases ------------------------------------------------------------
+
+# Published times of a forward by rows in all, over one row's: 4 bits on an M4 Pro,
+# a 70B on an M5 Max, experts of a 30B-A3B. In between they are linear.
+METAL: dict[str, Mapping[int, float]] = {
+    "m4": {1: 1, 2: 1, 3: 1.2, 4: 1.45, 5: 1.75, 6: 2.1, 8: 2.75, 10: 4.5, 32: 4.5,
+           64: 9},
+    "m2": {1: 1, 2: 1.7, 4: 2.6, 6: 3.6, 10: 4.9, 13: 5.1, 32: 5.1, 64: 10},
+    "m5": {1: 1, 3: 1.12, 5: 1.42, 8: 2.21, 13: 2.9, 32: 3.1, 64: 6.2},
+    "experts": {1: 1, 2: 1.6, 5: 2.44, 8: 3.3, 16: 5, 32: 7.4, 64: 12},
+}  # fmt: skip
+LADDER = (0, 1, 2, 3, 4, 7)
+
+
+def stairs(costs: Mapping[int, float], rows_in_all: int) -> float:
+    low = max(n for n in costs if n <= rows_in_all)
+    high = min((n for n in costs if n >= rows_in_all), default=low)
+    share = 0.0 if high == low else (rows_in_all - low) / (high - low)
+    return costs[low] * (1 - share) + costs[high] * share
+
+
+@pytest.mark.parametrize("device", METAL)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("chance", [0.6, 0.8])
+def test_a_staircase_is_followed(device: str, rows: int, chance: float) -> None:
+    """Catches costs that are thought to rise with each row: 32 cost what 20 do."""
+    times = {
+        k: [0.02 * (stairs(METAL[device], rows * (k + 1)) + 0.05 * k)] * 11
+        for k in LADDER
+    }
+    job = Job("metal", rows, 400, times, [chance], waves=3)
+    widths = {k + 1: times[k][0] - 0.001 * k for k in LADDER}
+    seconds = {"auto": 0.0, "best": 0.0}
+    for seed in SEEDS:
+        forwards = Forwards(rows, widths, 0.001)
+        length = AutoLength(
+            RoundCosts(ForwardCosts([forwards])), ladder=LADDER, max_draft_tokens=7
+        )
+        # Slots are never dropped, since other batch sizes would be other staircases.
+        same = replace(job, keep=True)
+        for more in range(3):
+            same.seconds(length, seed + 50 + more)
+        seconds["auto"] += same.seconds(length, seed)
+        by_k = [same.fixed(k, [seed]) for k in LADDER]
+        seconds["best"] += min(by_k)
+    assert seconds["best"] / seconds["auto"] > 0.95
+
+
+# -- costs that are wrong --------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [5.0, 50.0])
+@pytest.mark.parametrize("stored", ["forwards", "rounds"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_any_wrong_cost_is_corrected(wrong: float, stored: str, rows: int) -> None:
+    """Catches a cost, measured on a busy machine, that forbids its own correction."""
+    truth = {0: 0.02, 1: 0.024, 2: 0.028, 4: 0.036}
+    forwards = Forwards(rows, {1: 0.02, 2: 0.02, 5: 0.02}, 0.004)
+    excess = {}
+    if stored == "rounds":
+        excess = {(rows, k): 3.9 if wrong > 9 else 1.6 for k in (1, 2, 4)}
+    else:
+        verify = {1: 0.02, 2: 0.02 * wrong, 5: 0.02 * wrong}
+        forwards = replace(forwards, verify=verify, draft_step=0.004 * wrong)
+    length = AutoLength(
+        RoundCosts(ForwardCosts([forwards]), excess),
+        Acceptance([0.1]),
+        max_draft_tokens=4,
+    )
+    chosen = []
+    for number in range(4000):
+        # Rows of 128 tokens, which miss what is not drafted for them.
+        state = BatchState(rows, [4] * rows, 128 - number % 128, 0)
+        k = length.choose(state)
+        accepted = [(k, k - (number % 5 == 0 < k))] * rows if k else []
+        length.observe(RoundTiming(rows, k, accepted, truth[k]))
+        chosen.append(k)
+    assert any(chosen[:1000])
+    assert sum(k == 4 for k in chosen[-500:]) > 400
