@@ -34,12 +34,12 @@ from specdec.request import Request
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import (
+    AutoLength,
     BatchState,
     DraftLength,
     FixedLength,
     ForwardCosts,
     Forwards,
-    AutoLength,
     RoundCosts,
     RoundTiming,
 )

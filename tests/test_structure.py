@@ -48,7 +48,7 @@ WITHOUT_MLX = (
     "prompts/files",
     "request",
     "sampling_params",
-    "spec_decode/draft_length",
+    "spec_decode/draft_length.py",
     "utils",
 )
 

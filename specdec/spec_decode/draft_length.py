@@ -5,8 +5,8 @@
 
 :class:`AutoLength` takes the k with the most expected tokens per second. It knows the
 chance of a draft token at each position (:class:`Acceptance`), and the time of a round
-by rows and k (:class:`RoundCosts`): a sweep of timed forwards to begin with, then moving
-means of timed rounds. Other k are tried within ``EXPLORE`` of the time.
+by rows and k (:class:`RoundCosts`): timed forwards to begin with, then moving means of
+timed rounds. Other k are tried within ``EXPLORE`` of the time.
 
 While requests wait for a row, the sum of tokens counts. When none waits, a batch takes
 as long as its last row, so the k is chosen with which that row ends soonest.
@@ -365,7 +365,9 @@ class ForwardCosts:
         return near.draft_once > near.draft_step
 
     def _near(self, num_rows: int) -> Forwards:
-        return min(self._by_rows.values(), key=lambda f: abs(log2(f.num_rows / num_rows)))
+        return min(
+            self._by_rows.values(), key=lambda f: abs(log2(f.num_rows / num_rows))
+        )
 
     def _grown(self, num_rows: int) -> float:
         """The time of a forward, relative to the nearest measured batch size."""

@@ -24,9 +24,9 @@ from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.draft_length import (
+    AutoLength,
     DraftLength,
     ForwardCosts,
-    AutoLength,
     RoundCosts,
 )
 

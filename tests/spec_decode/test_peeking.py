@@ -17,8 +17,8 @@ from specdec.spec_decode import (
     NgramOptions,
     Proposals,
     Round,
+    round_times,
 )
-from specdec.spec_decode.draft_length import shadow
 from specdec.spec_decode.ngram import NgramRows
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, exact
 from tests.scripted import Script
@@ -78,7 +78,7 @@ def test_plain_rounds_say_what_drafts_would_have_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows end at different times; nothing is drafted, and nothing changes."""
-    monkeypatch.setattr(shadow, "SELDOM", 1)  # else not every round looks
+    monkeypatch.setattr(round_times, "REST", 1)  # else not every round looks
     script = Script(lambda number: 0)
     rows = decoded(target, script, batch_size=batch_size, backend=backend)
     assert sum(row.drafted for row in rows) == 0

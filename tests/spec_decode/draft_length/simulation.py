@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from math import exp
 
 from specdec.spec_decode.draft_length import (
+    AutoLength,
     BatchState,
     DraftLength,
     ForwardCosts,
     Forwards,
-    AutoLength,
     RoundCosts,
     RoundTiming,
 )

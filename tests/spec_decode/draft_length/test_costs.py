@@ -38,7 +38,9 @@ def test_near_batch_sizes_are_covered() -> None:
     assert [b for b in range(1, 20) if costs.covers(b)] == [6, 7, 8, 9, 10, 11, 12]
 
 
-def observe(costs: RoundCosts, k: int, seconds: float, *, joining: bool = False) -> bool:
+def observe(
+    costs: RoundCosts, k: int, seconds: float, *, joining: bool = False
+) -> bool:
     timing = RoundTiming(1, k, [], seconds, not joining, joining=joining)
     return costs.observe(timing, once=0.0)
 

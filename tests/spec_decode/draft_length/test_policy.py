@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import random
 import re
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from specdec.spec_decode.draft_length import (
+    LONGEST,
+    TIMED,
+    AutoLength,
     BatchState,
+    CostStore,
     FixedLength,
     ForwardCosts,
     Forwards,
-    AutoLength,
     RoundCosts,
     RoundTiming,
 )
-from specdec.spec_decode.draft_length import LONGEST, TIMED
 from tests.spec_decode.draft_length.simulation import Costs, Simulation
 
 
@@ -461,3 +466,96 @@ def test_rows_that_come_one_by_one_are_drafted_for() -> None:
             rounds += cost / policy.costs.forwards.round(1, 0)
             tokens += accepted + 1
     assert tokens > 1.1 * rounds
+
+
+def test_sessions_in_threads_may_share_it() -> None:
+    """Catches a table that changes its size while another thread reads it."""
+    forwards = Forwards(8, {1: 0.01, 2: 0.011, 5: 0.013}, 0.002)
+    length = AutoLength(RoundCosts(ForwardCosts([forwards])))
+    errors: list[Exception] = []
+    rounds = 400
+
+    def decode(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for i in range(rounds):
+                rows = rng.randrange(1, 400)
+                k = length.choose(BatchState(rows, [8, 8], 50, left={1: 50, 2: 50}))
+                k = rng.choice((0, 1, 2, 4, 8, k))
+                accepted = [(k, 0)] * 2 if k else []
+                timing = RoundTiming(rows, k, accepted, 0.01, rows=[i, i + 1])
+                length.observe(timing)
+                length.may_pay(BatchState(rows, [8, 8], 50, 60))
+                assert length.reason is not None
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=decode, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert length.costs.rounds == 3 * rounds
+
+
+def test_forwards_measured_on_a_busy_machine_are_measured_again(
+    tmp_path: Path,
+) -> None:
+    """By the next process, however they were found out: by sweeps or by rounds."""
+    quiet = gpu(0.2).measured(1)
+    slow = Forwards(1, {s: 3 * t for s, t in quiet.verify.items()}, 0.6)
+    for number, (forwards, busy) in enumerate(
+        ((quiet, False), (replace(quiet, busy=True), True), (slow, True))
+    ):
+        store = CostStore(tmp_path / f"{number}.json")
+        for expected in (1, int(busy)):
+            measured = []
+
+            def measure(rows: int, forwards: Forwards = forwards) -> Forwards:
+                measured.append(rows)  # noqa: B023
+                return forwards
+
+            costs, acceptance = store.load("pair")
+            length = AutoLength(costs, acceptance, measure=measure)
+            for _ in range(3):
+                length.prepare(1)
+                observe(length, gpu(0.2), 0, 0, 8)
+            store.save("pair", costs, acceptance)
+            assert len(measured) == expected
+
+
+def test_the_reason_says_whose_costs_it_goes_by() -> None:
+    """Catches costs of another process that are told as if they were measured now."""
+    old = RoundCosts(ForwardCosts([gpu(0.2).measured(1)]))
+    new = RoundCosts(ForwardCosts())
+    for costs in (old, new):
+        length = AutoLength(costs, measure=gpu(0.2).measured)
+        length.prepare(1)
+        observe(length, gpu(0.2), 0, 0, 4)
+        source = "costs of an earlier run"
+        if costs is new:
+            source = "forwards timed before the first round"
+        assert str(length.reason).endswith(f" times one without by {source}")
+        observe(length, gpu(0.2), 1, 1, 4)
+        assert str(length.reason).endswith(" times one without")
+
+
+def test_a_round_near_a_join_is_charged_what_a_draft_costs_there() -> None:
+    """Catches drafts in rounds that gain elsewhere and lose beside a prefill."""
+    length = length_of(gpu(0.2))
+    for k in (0, 0, 2, 2, 2, 2, 0):
+        observe(length, gpu(0.2), k, k, 1)
+        for extra in (2.0 + 3.0 * (k > 0),):
+            seconds = gpu(0.2)(1, k) + extra
+            accepted = [(k, k)] if k else []
+            length.observe(RoundTiming(1, k, accepted, seconds, False, joining=True))
+    observe(length, gpu(0.2), 0, 0, LONGEST)
+    state = BatchState(1, [8], 200)
+    assert length.choose(state) > 0
+    assert length.choose(replace(state, joining=True)) == 0

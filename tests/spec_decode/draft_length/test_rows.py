@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from specdec.spec_decode.draft_length import (
+    AutoLength,
     BatchState,
     ForwardCosts,
-    AutoLength,
     RoundCosts,
     RoundTiming,
 )

@@ -7,18 +7,18 @@ import random
 import pytest
 
 from specdec.spec_decode.draft_length import (
+    AutoLength,
     BatchState,
     ForwardCosts,
-    AutoLength,
     Peek,
     RoundCosts,
     RoundTiming,
     ShadowAcceptance,
 )
 from specdec.spec_decode.round_times import REST
-SELDOM, OFTEN, VAIN = REST, REST//2, REST//2
 from tests.spec_decode.draft_length.simulation import Costs
 
+SELDOM, OFTEN, VAIN = REST, REST // 2, REST // 2
 K = 4
 
 
@@ -85,9 +85,7 @@ def test_it_looks_seldom_where_that_is_in_vain() -> None:
 
 def test_peeks_show_acceptance_what_rounds_would() -> None:
     """One token is compared at each position; of nothing proposed, one is wrong."""
-    length = AutoLength(
-        RoundCosts(ForwardCosts([Costs(1.0, 0.01, 0.01).measured(1)]))
-    )
+    length = AutoLength(RoundCosts(ForwardCosts([Costs(1.0, 0.01, 0.01).measured(1)])))
     for _ in range(20):
         shadow = [(1, 1), (1, 1), (1, 0)]
         length.observe(RoundTiming(1, 0, [], 1.0, shadow=shadow))
