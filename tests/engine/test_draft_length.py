@@ -93,8 +93,10 @@ def test_auto_changes_nothing(
     observe = length.observe
 
     def noted(timing: RoundTiming) -> None:
-        chosen.append(timing.num_draft_tokens)
-        observe(timing)
+        k = timing.num_draft_tokens
+        chosen.append(k)
+        seconds = costs.forwards.round(timing.num_rows, k)
+        observe(replace(timing, seconds=seconds, fair=True))
 
     length.observe = noted  # type: ignore[method-assign]
     for draft in (target, other):
