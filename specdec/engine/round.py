@@ -343,6 +343,7 @@ class Rounds:
             self._backlog,
             self._timer.in_flight,
             {} if self.expected else left,
+            self._timer.joining,
         )
         return self._length.choose(state)
 
