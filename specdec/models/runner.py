@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -258,6 +258,17 @@ class ModelRunner:
         return padded_length(length, step, self.options.read_bucket)
 
 
+class Scores(Protocol):
+    """What reads hidden states of prompts: :mod:`specdec.spec_decode.prompt_scores`."""
+
+    @property
+    def rows(self) -> Collection[int]: ...
+
+    def watching(self, model: nn.Module) -> nn.Module: ...
+
+    def take(self, done: Sequence[int], valid: Sequence[int]) -> None: ...
+
+
 class ModelRows:
     """The caches of some rows of a model, and forwards through them."""
 
@@ -330,19 +341,26 @@ class ModelRows:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
 
-    def prefill(self) -> Iterator[bool]:
+    def prefill(self, scores: Scores | None = None) -> Iterator[bool]:
         """Hand the prompts to the device, chunk by chunk. They may be empty.
 
         Rows are padded on the right to the chunk's width. A row whose prompt is
         complete writes padding, which is taken back at once. Logits are not computed.
+
+        Args:
+            scores: is shown every chunk of the rows that it scores, which reuse no
+                prefix.
 
         Yields:
             After each chunk, whether another one follows.
         """
         if self.runner.beside is not None and self.beside is None:
             self.session = None
-        for _ in self._restore():
+        for _ in self._restore(() if scores is None else scores.rows):
             yield True
+        model = self.runner.model
+        if scores is not None:
+            model = scores.watching(model)
         lengths = [len(p) for p in self._prompts]
         done = list(self.reused)
         while done != lengths:
@@ -360,10 +378,12 @@ class ModelRows:
                 self.hidden = None  # those of the chunk before were shown
                 yield True  # the rows that decode wait for one image at most
             tokens = mx.array(chunk)
-            inputs = self._images.inputs(self.runner.model, tokens, done, valid)
+            inputs = self._images.inputs(model, tokens, done, valid)
             self._memo.until = self._images.until(done, valid, width)
-            self._padded_forward(tokens, valid, **inputs)
+            self._padded_forward(tokens, valid, model=model, **inputs)
             self._memo.until = None
+            if scores is not None:
+                scores.take(done, valid)
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
             self.evaluate()
@@ -389,11 +409,11 @@ class ModelRows:
         """Start computing what was written, without waiting for it."""
         mx.async_eval([c.state for c in self._caches])
 
-    def _restore(self) -> Iterator[None]:
+    def _restore(self, without: Collection[int]) -> Iterator[None]:
         """Begin with a prefix from the store; yield while it is read."""
         if self.session is None:
             return
-        yield from self.session.find()
+        yield from self.session.find(without)
         made, own = self.session.refill(self._every_cache()), len(self._caches)
         self._caches, others = made[:own], made[own:]
         self.reused = self.session.reused
@@ -438,16 +458,21 @@ class ModelRows:
             self.hidden = self.hidden[:, :width]
         return logits[:, :width]
 
-    def _forward(self, tokens: mx.array, *more: Any, **inputs: mx.array) -> mx.array:
-        logits: mx.array = self.runner.model(
-            tokens, *more, cache=self._caches, **inputs
-        )
+    def _forward(
+        self,
+        tokens: mx.array,
+        *more: Any,
+        model: Any = None,
+        **inputs: mx.array,
+    ) -> mx.array:
+        model = self.runner.model if model is None else model
+        logits: mx.array = model(tokens, *more, cache=self._caches, **inputs)
         if self.runner.recorder is not None:
             self.hidden = self.runner.recorder.take()
         return logits
 
     def _padded_forward(
-        self, tokens: mx.array, valid: Sequence[int], *more: Any, **inputs: mx.array
+        self, tokens: mx.array, valid: Sequence[int], *more: Any, **inputs: Any
     ) -> mx.array:
         """Write the first ``valid[i]`` tokens of row ``i``; the rest is padding."""
         with self._padded(valid):

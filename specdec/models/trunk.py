@@ -37,6 +37,7 @@ class TargetEnds:
     Attributes:
         model: the given model.
         num_layers: number of the target's layers.
+        path: names of the modules on the way to the trunk.
 
     Raises:
         UnsupportedModelError: the model is not built of a trunk and a head.
@@ -44,8 +45,8 @@ class TargetEnds:
 
     def __init__(self, model: nn.Module, name: str):
         self.model, self._name = model, name
-        self._path = path_to_trunk(model, name, "lending the embedding")
-        if not self._path:
+        self.path = path_to_trunk(model, name, "lending the embedding")
+        if not self.path:
             raise UnsupportedModelError(
                 f"{name}: its output head cannot be used alone; take another draft"
             )
@@ -57,14 +58,14 @@ class TargetEnds:
     @property
     def trunk(self) -> nn.Module:
         """The module that embeds, calls the layers, and norms."""
-        trunk: nn.Module = self.owner[self._path[-1]]
+        trunk: nn.Module = self.owner[self.path[-1]]
         return trunk
 
     @property
     def owner(self) -> nn.Module:
         """The module that has the trunk, and multiplies by the output head."""
         part = self.model
-        for name in self._path[:-1]:
+        for name in self.path[:-1]:
             part = part[name]
         return part
 
@@ -103,7 +104,7 @@ class TargetEnds:
     def logits(self, h: mx.array) -> mx.array:
         """Logits (B, S, V) of normed hidden states (B, S, D)."""
         given = calling(self.trunk, lambda usual, args, kwargs: h)
-        whole = with_part(self.model, self._path, given)
+        whole = with_part(self.model, self.path, given)
         found: mx.array = whole(mx.zeros(h.shape[:2], mx.int32))
         return found
 

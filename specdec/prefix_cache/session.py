@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -138,13 +138,19 @@ class PrefixSession:
         states = bool(self._prefixes.form.states)
         return [row.branch if states else 0 for row in self._rows]
 
-    def find(self) -> Iterator[None]:
-        """Look the prompts up, yielding after each one whose prefix was loaded."""
+    def find(self, without: Collection[int] = ()) -> Iterator[None]:
+        """Look the prompts up, yielding after each one whose prefix was loaded.
+
+        Args:
+            without: rows that are computed from their first token on.
+        """
         if self._is_outdated:
             return
         form = self._prefixes.form
         self._store.refresh()
-        for row in self._rows:
+        for i, row in enumerate(self._rows):
+            if i in without:
+                continue
             found = self._store.lookup(row.root, row.tokens, form)
             row.plan, row.shared = found.plan, found.shared
             row.covered = found.covered

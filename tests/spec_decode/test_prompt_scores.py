@@ -1,0 +1,56 @@
+"""Log-probabilities of prompts: equal to one forward of the whole prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specdec.config import EngineConfig
+from specdec.models.runner import ModelRunner
+from specdec.prefix_cache.store import PrefixStore
+from specdec.spec_decode import prompt_scores
+from specdec.spec_decode.prompt_scores import PromptScores
+from tests.plain import AT_ONCE, VOCAB
+
+PROMPTS = [[*range(3, 40)], [5], [7, 7, 7, 9, 1, 2], [11, 12, 13]]
+TOPS = [2, 0, None, 3]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("slice_bytes", [4 * VOCAB * 5, 10**9])
+def test_each_position_of_a_prompt(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    slice_bytes: int,
+) -> None:
+    """A token is scored by the logits of another position, row or chunk."""
+    monkeypatch.setattr(prompt_scores, "_SLICE_BYTES", slice_bytes)
+    model = tiny_model(architecture, seed=3)
+    store = PrefixStore(block_size=4, memory=10**7)
+    runner = ModelRunner(model, "it", EngineConfig(prefill_step_size=8), AT_ONCE, store)
+    for _ in range(2):  # prefixes are stored by now, and may not be used
+        scores = PromptScores(runner.model, "it", PROMPTS, TOPS)
+        rows = runner.rows([p[:-1] for p in PROMPTS], max_round=4, max_length=64)
+        for _ in rows.prefill(scores):
+            pass
+        assert scores.rows == [0, 1, 3]
+        assert [rows.reused[i] for i in scores.rows] == [0, 0, 0]
+        for row in scores.rows:
+            logits = model(mx.array([PROMPTS[row]]))[0].astype(mx.float32)
+            logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+            entries = scores.of(row)
+            assert len(entries) == len(PROMPTS[row])
+            assert entries[0] is None
+            for i, entry in enumerate(entries[1:], 1):
+                assert entry is not None
+                expected = logprobs[i - 1]
+                assert entry.logprob == pytest.approx(
+                    expected[PROMPTS[row][i]], abs=1e-4
+                )
+                best = np.argsort(-expected)[: TOPS[row]]
+                assert [token for token, _ in entry.top] == best.tolist()
