@@ -62,6 +62,10 @@ class GenerationResult:
         tokens_per_second: the tokens after the first, over the time since the first;
             0 if there are none.
         logprobs: one entry per token, if asked for.
+        prompt_logprobs: one entry per token of the prompt, ``None`` for the first, if
+            asked for.
+        prompt_token_ids: the prompt's tokens, if their log-probabilities were asked
+            for.
         turn: which answer of its conversation this is, from 0.
     """
 
@@ -85,6 +89,8 @@ class GenerationResult:
     time_to_first_token: float | None = field(default=None, compare=False)
     tokens_per_second: float = field(default=0.0, compare=False)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_token_ids: list[int] | None = None
     turn: int = 0
 
     @classmethod
@@ -103,6 +109,12 @@ class GenerationResult:
                 entry.with_texts(token, text_of)
                 for token, entry in zip(request.tokens, logprobs, strict=False)
             ]
+        of_prompt, prompt = None, request.prompt_tokens
+        if params.prompt_logprobs is not None and request.prompt_logprobs:
+            of_prompt = [
+                entry and (entry if text_of is None else entry.with_texts(t, text_of))
+                for t, entry in zip(prompt, request.prompt_logprobs, strict=True)
+            ]
         rate = 0.0
         if began is not None and request.ended is not None:
             seconds = request.ended - began
@@ -117,6 +129,8 @@ class GenerationResult:
             time_to_first_token=None if began is None else began - request.queued,
             tokens_per_second=rate,
             logprobs=logprobs,
+            prompt_logprobs=of_prompt,
+            prompt_token_ids=None if of_prompt is None else list(prompt),
             **{name: getattr(request, name) for name in _AS_REQUESTED},
         )
 
@@ -165,6 +179,11 @@ class GenerationResult:
             line["logprobs"] = [
                 entry.to_dict(token)
                 for token, entry in zip(self.token_ids, self.logprobs, strict=False)
+            ]
+        if self.prompt_logprobs is not None and self.prompt_token_ids is not None:
+            pairs = zip(self.prompt_token_ids, self.prompt_logprobs, strict=True)
+            line["prompt_logprobs"] = [
+                entry and entry.to_dict(token) for token, entry in pairs
             ]
         return line
 

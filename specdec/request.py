@@ -82,6 +82,8 @@ class Request:
     images: tuple[PlacedImage, ...] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    #: Of the prompt's tokens, ``None`` for the first; empty if they were not asked for.
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     #: The stop text that ended it.
     stop_reason: str | None = None
@@ -191,6 +193,8 @@ class Request:
         ending: _Ending | None = None
         if self.finish_reason is not None:
             return used, ending
+        if self.remaining == 0:  # only the prompt was to be scored
+            return used, ("length", None)
         for token in tokens:
             used += 1
             if token in self.end_tokens:

@@ -89,6 +89,10 @@ class SamplingParams:
         logprobs: report the log-probability of every token, computed from the logits
             after bias, penalties and processors, at temperature 1, unfiltered.
         top_logprobs: also report this many of the likeliest tokens at every position.
+        prompt_logprobs: report the log-probability of every token of the prompt but
+            the first, and this many of the likeliest tokens at each position, by the
+            target's plain logits. Then no stored prefix is reused, and ``max_tokens``
+            may be 0. ``None``: nothing is reported.
         grammar: a grammar that the output must follow, see :class:`Grammar`. Tokens
             that it does not allow are never chosen, and the row ends only where the
             grammar allows it. ``None``: any text.
@@ -99,10 +103,10 @@ class SamplingParams:
             speculate; ``None`` leaves the choice to the engine.
         cache_salt: stored prefixes are shared only among requests with the same salt,
             and so are finished answers, where n-grams are looked up in them.
-        draft_corpus: where n-grams are looked up in finished answers, these are shared
-            only among requests with the same name here, whatever their salt.
             Others cannot find out by timing how this prompt begins. ``None``: shared
             among all requests without a salt.
+        draft_corpus: where n-grams are looked up in finished answers, these are shared
+            only among requests with the same name here, whatever their salt.
         verification: how draft tokens of a sampling row are accepted. All three keep
             the target's distribution. ``coupled`` accepts a token that equals the
             target's own choice under noise that the draft shares; the output is the
@@ -140,6 +144,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     max_thinking_tokens: int | None = None
     num_draft_tokens: int | None = None
@@ -210,7 +215,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_lengths(self) -> None:
-        require_int("max_tokens", self.max_tokens, 1)
+        scored = self.prompt_logprobs is not None
+        require_int("max_tokens", self.max_tokens, 0 if scored else 1)
         require_int("min_tokens", self.min_tokens, 0)
         few = self.min_tokens <= self.max_tokens
         rule = f"at most max_tokens ({self.max_tokens})"
@@ -229,8 +235,11 @@ class SamplingParams:
                 require_int(name, token, 0)
         require(isinstance(self.logprobs, bool), "logprobs", self.logprobs, "a bool")
         require_int("top_logprobs", self.top_logprobs, 0)
-        most, n = MAX_TOP_LOGPROBS, self.top_logprobs
-        require(n <= most, "top_logprobs", n, f"at most {most}")
+        if self.prompt_logprobs is not None:
+            require_int("prompt_logprobs", self.prompt_logprobs, 0)
+        for name in ("top_logprobs", "prompt_logprobs"):
+            most, n = MAX_TOP_LOGPROBS, getattr(self, name) or 0
+            require(n <= most, name, n, f"at most {most}")
 
     def _check_stop(self) -> None:
         if len(self.stop) > MAX_STOPS:

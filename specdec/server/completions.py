@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from pydantic import Field
 
+from ..request import TokenLogprobs
 from .conversation import token_text, with_own
 from .errors import RequestError
-from .job import Begun, Client, Event, Job, Outcome, Piece, Text, Tokens
+from .job import Begun, Client, Event, Job, Outcome, Piece, Text
 from .rendering import CompletionRendering
 from .sampling import OpenAISampling, grammar_of, sampling, stops
 from .schema import Notes, Refused, read
@@ -42,6 +43,7 @@ class CompletionRequest(OpenAISampling):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     stop: str | list[str] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: dict[str, Any] | None = None
 
 
@@ -65,11 +67,11 @@ def parse(
     model = service.check_model(request.model)
     usage = request.usage()
     top, echo = request.logprobs, request.echo
-    if top is not None and echo:
+    scored = top if echo else request.prompt_logprobs
+    if scored is not None and request.stream:
         raise RequestError.unsupported(
-            "echo",
-            "echo with logprobs is not supported: prompts have no logprobs here; leave "
-            "one of them out",
+            "stream",
+            "log-probabilities of a prompt do not come in chunks: leave stream out",
         )
     if echo and request.suffix is not None:
         raise RequestError("echo does not go with suffix: leave it out", field="echo")
@@ -88,6 +90,7 @@ def parse(
         stop=stop,
         logprobs=top is not None,
         top_logprobs=top or 0,
+        prompt_logprobs=scored,
         grammar=grammar,
     )
     sources = [Text(prompt, request.suffix) for prompt in _prompts(request.prompt)]
@@ -133,23 +136,52 @@ class TextRendering(CompletionRendering):
     request: CompletionRequest
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
-        text = outcome.text
+        text, scored = outcome.text, self._scored(outcome)
         if self.request.echo:
             text = outcome.begun.prompt + text
         logprobs = None
         if self.job.params.logprobs:
-            logprobs = self._logprobs(index, outcome.tokens)
-        return {"text": text, "logprobs": logprobs}
+            before = scored if self.request.echo else []
+            logprobs = self._logprobs(index, [*before, *outcome.tokens])
+        made = {"text": text, "logprobs": logprobs}
+        if self.request.prompt_logprobs is not None:
+            made["prompt_logprobs"] = [
+                entry and self._by_token(token, entry) for token, entry in scored
+            ]
+        return made
 
-    def _logprobs(self, choice: int, tokens: Tokens) -> dict[str, Any]:
+    def _scored(self, outcome: Outcome) -> list[tuple[int, TokenLogprobs | None]]:
+        """The prompt's tokens with their log-probabilities, once they are known."""
+        result = outcome.end.result
+        if result.prompt_logprobs is None or result.prompt_token_ids is None:
+            return []
+        pairs = zip(result.prompt_token_ids, result.prompt_logprobs, strict=True)
+        return list(pairs)
+
+    def _by_token(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
+        """An entry in vLLM's form: likeliest tokens and the token itself, by id."""
+        return {
+            str(other): {
+                "logprob": max(logprob, -9999.0),
+                "decoded_token": token_text(self.service, other),
+            }
+            for other, logprob in with_own(token, entry, 1)
+        }
+
+    def _logprobs(
+        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs | None]]
+    ) -> dict[str, Any]:
         texts = [token_text(self.service, token) for token, _ in tokens]
         begin = self.lengths.get(choice, 0)
         *offsets, self.lengths[choice] = accumulate(map(len, texts), initial=begin)
         return {
             "tokens": texts,
-            "token_logprobs": [max(entry.logprob, -9999.0) for _, entry in tokens],
+            "token_logprobs": [
+                entry and max(entry.logprob, -9999.0) for _, entry in tokens
+            ],
             "top_logprobs": [
-                {
+                entry
+                and {
                     token_text(self.service, other): max(logprob, -9999.0)
                     for other, logprob in with_own(token, entry, len(entry.top))
                 }
