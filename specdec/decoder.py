@@ -53,6 +53,7 @@ from .spec_decode import (
     factory_of,
 )
 from .spec_decode.draft_length import Forwards
+from .spec_decode.prompt_scores import unscored
 from .utils.printable import quoted
 
 # What mlx_lm.load returns: model, tokenizer, and the configuration if asked for.
@@ -188,6 +189,7 @@ class SpecDecoder:
                 bounded=not isinstance(ranks, Follower),
                 announce=tell,
             ),
+            unscored(self._target),
         )
         self.prompt_limit = PromptLimit(
             self.tokenizer,

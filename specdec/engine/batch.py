@@ -18,6 +18,7 @@ from ..request import Request
 from ..spec_decode import Drafter, DraftRows
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
+from ..spec_decode.prompt_scores import PromptScores
 from ..spec_decode.verifier import Verifier
 from .observer import RoundObserver
 from .round import InFlight, Plan, Rounds
@@ -147,10 +148,14 @@ class DecodeBatch(Rounds):
         First come the target's chunks, then the step that gives every row its first
         token (added to the rounds in flight), then the drafter's chunks.
         """
-        for more in self._target.prefill():
+        scores = self._scores()
+        for more in self._target.prefill(scores):
             self._observe(self._following(), self._target.written)
             if more:
                 yield
+        for i in () if scores is None else scores.rows:
+            if (scored := self.slots[i]) is not None and scores is not None:
+                scored.prompt_logprobs = scores.of(i)
         for request, reused in zip(self.slots, self._target.reused, strict=True):
             if request is not None:
                 request.prefix_tokens = reused
@@ -161,6 +166,15 @@ class DecodeBatch(Rounds):
             if self.alone:
                 yield
             yield from self._draft.prefill()
+
+    def _scores(self) -> PromptScores | None:
+        """What scores the prompts of the rows that asked for it."""
+        tops = [s.params.prompt_logprobs if s else None for s in self.slots]
+        if all(top is None for top in tops):
+            return None
+        runner = self._target.runner
+        prompts = [s.prompt_tokens if s else NO_TOKENS for s in self.slots]
+        return PromptScores(runner.model, runner.name, prompts, tops)
 
     def _following(self) -> mx.array:
         """The token after each token of the prompts' last chunk, shape (B, S)."""

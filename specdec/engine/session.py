@@ -36,12 +36,14 @@ class Bounds:
         context_length: positions that the target can serve; ``None``: unknown.
         preflight: knows what fits in memory; ``None``: memory is not checked.
         grammars: compiles grammars; ``None``: requests with a grammar are refused.
+        unscored: why prompts have no log-probabilities; empty: they can have.
     """
 
     vocab_size: int
     context_length: int | None = None
     preflight: Preflight | None = None
     grammars: GrammarCompiler | None = None
+    unscored: str = ""
 
     def check(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         """The parameters, with ``max_tokens`` cut to what the context leaves.
@@ -51,6 +53,11 @@ class Bounds:
             ConfigError: a token id is not in the target's vocabulary.
             MemoryLimitError: the request does not fit in memory even alone.
         """
+        if self.unscored and params.prompt_logprobs is not None:
+            raise ConfigError(
+                f"prompt_logprobs is not supported ({self.unscored}): leave it out",
+                field="prompt_logprobs",
+            )
         named = (
             ("logit_bias", params.logit_bias or ()),
             ("stop_token_ids", params.stop_token_ids),

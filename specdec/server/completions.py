@@ -143,7 +143,7 @@ class TextRendering(CompletionRendering):
         if self.job.params.logprobs:
             before = scored if self.request.echo else []
             logprobs = self._logprobs(index, [*before, *outcome.tokens])
-        made = {"text": text, "logprobs": logprobs}
+        made: dict[str, Any] = {"text": text, "logprobs": logprobs}
         if self.request.prompt_logprobs is not None:
             made["prompt_logprobs"] = [
                 entry and self._by_token(token, entry) for token, entry in scored

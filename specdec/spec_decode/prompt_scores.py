@@ -8,13 +8,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import UnsupportedModelError
 from ..models.layers import calling, with_part
+from ..models.runner import ModelRunner
 from ..models.trunk import TargetEnds
 from ..request import TokenLogprobs
 from .verifier import Logprobs
 
 #: The most bytes of the logits that are computed at once.
 _SLICE_BYTES = 64 * 2**20
+
+
+def unscored(target: ModelRunner) -> str:
+    """Why the prompts of a target have no log-probabilities; empty: they can have."""
+    try:
+        TargetEnds(target.model, target.name)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
 
 
 class PromptScores:

@@ -160,6 +160,48 @@ def test_completions(decoder: SpecDecoder, client: openai.OpenAI) -> None:
     assert refused.value.param == "best_of"
 
 
+def test_a_prompt_is_scored(decoder: SpecDecoder, client: openai.OpenAI) -> None:
+    """As evaluations ask: echo with logprobs, and no token or one after the prompt."""
+    text = "Once upon a time"
+    tokens = decoder.tokenizer.encode(text, add_special_tokens=False)
+    (alone,) = decoder.generate(
+        [tokens], SamplingParams(max_tokens=1, logprobs=True, prompt_logprobs=2)
+    )
+    assert alone.prompt_logprobs is not None
+    assert alone.logprobs is not None
+    of_prompt = [entry and entry.logprob for entry in alone.prompt_logprobs]
+    for n in (0, 1):
+        made = client.completions.create(
+            model="tiny",
+            prompt=[tokens, tokens[:3]],
+            echo=True,
+            logprobs=2,
+            max_tokens=n,
+        )
+        scored = made.choices[0].logprobs
+        assert scored is not None
+        assert scored.token_logprobs is not None
+        expected = of_prompt + [entry.logprob for entry in alone.logprobs][:n]
+        assert scored.token_logprobs[0] is None
+        assert scored.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-4)
+        assert "".join(scored.tokens or [])[: len(text)] == text
+        assert made.choices[1].logprobs is not None
+        assert len(made.choices[1].logprobs.token_logprobs or []) == 3 + n
+    by_id = client.completions.create(
+        model="tiny", prompt=tokens, max_tokens=0, extra_body={"prompt_logprobs": 1}
+    )
+    entries: Any = by_id.choices[0].model_extra
+    first, *others = entries["prompt_logprobs"]
+    assert first is None
+    assert [
+        str(token) in entry for token, entry in zip(tokens[1:], others, strict=True)
+    ]
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        client.completions.create(
+            model="tiny", prompt=text, echo=True, logprobs=1, stream=True
+        )
+
+
 def answers(prompt: str) -> str:
     """What a model with tools may say."""
     if "answer was 21" in prompt:

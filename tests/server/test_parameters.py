@@ -252,6 +252,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Record], dict[str, Any], Cases]]
         "best_of": Refused(2),
         "echo": Used(True, lambda r: r.request.echo),
         "logprobs": param("top_logprobs", 2),
+        "prompt_logprobs": param("prompt_logprobs", 2),
         "stop": param("stop", ["a", "b"], ("a", "b")),
         "response_format": Used(JSON, lambda r: r.job.params.grammar.text, "{}"),
         "add_special_tokens": Label(True),

@@ -9,12 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.config import EngineConfig
+from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.errors import ConfigError
 from specdec.models.runner import ModelRunner
 from specdec.prefix_cache.store import PrefixStore
 from specdec.spec_decode import prompt_scores
 from specdec.spec_decode.prompt_scores import PromptScores
-from tests.plain import AT_ONCE, VOCAB
+from tests.byte_tokenizer import character_tokenizer
+from tests.plain import AT_ONCE, VOCAB, greedy
 
 PROMPTS = [[*range(3, 40)], [5], [7, 7, 7, 9, 1, 2], [11, 12, 13]]
 TOPS = [2, 0, None, 3]
@@ -54,3 +56,47 @@ def test_each_position_of_a_prompt(
                 )
                 best = np.argsort(-expected)[: TOPS[row]]
                 assert [token for token, _ in entry.top] == best.tolist()
+
+
+@pytest.mark.parametrize("draft", [None, "near"])
+def test_a_whole_run(target: Any, drafts: dict[str, Any], draft: str | None) -> None:
+    """Rows that only score end without a token; others decode as before."""
+    decoder = SpecDecoder(
+        target,
+        character_tokenizer(0),
+        draft=(drafts[draft], character_tokenizer(0)) if draft else None,
+        config=EngineConfig(
+            batch_size=2, prefill_step_size=8, num_draft_tokens=3 if draft else 0
+        ),
+    )
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[0][:20]]
+    params = [
+        SamplingParams(max_tokens=0, prompt_logprobs=1),
+        SamplingParams(max_tokens=6),
+        SamplingParams(max_tokens=5, prompt_logprobs=0, logprobs=True),
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
+    ]
+    results = decoder.generate(prompts, params)
+    for prompt, asked, result in zip(prompts, params, results, strict=True):
+        assert result.token_ids == greedy(target, prompt, 6)[: asked.max_tokens]
+        assert result.finish_reason == "length"
+        if asked.prompt_logprobs is None:
+            assert result.prompt_logprobs is None
+            continue
+        logits = target(mx.array([prompt]))[0].astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        assert result.prompt_logprobs is not None
+        assert result.prompt_logprobs[0] is None
+        for i, entry in enumerate(result.prompt_logprobs[1:], 1):
+            assert entry is not None
+            expected = float(logprobs[i - 1, prompt[i]])
+            assert entry.logprob == pytest.approx(expected, abs=1e-4)
+            assert len(entry.top) == asked.prompt_logprobs
+        line: Any = result.to_dict()["prompt_logprobs"]
+        assert [e and e["token_id"] for e in line] == [None, *prompt[1:]]
+
+
+def test_nothing_is_decoded_only_where_prompts_are_scored() -> None:
+    """A typing error decodes nothing."""
+    with pytest.raises(ConfigError, match="max_tokens is 0"):
+        SamplingParams(max_tokens=0)
