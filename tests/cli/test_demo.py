@@ -65,4 +65,4 @@ def test_what_is_claimed(
     assert ("busy" in text) is (others > 0)
     assert "A round gave 1.5 tokens" in text
     runs[1].token_ids = [1, 2, 4]
-    assert "1 text of 1 parted at a near tie" in "\n".join(total.lines())
+    assert "1 text of 1 came out differently." in "\n".join(total.lines())
