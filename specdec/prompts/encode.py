@@ -300,8 +300,11 @@ def _thinks(
             )
         except Exception:  # a template may refuse them without an answer
             text = messages[-1]["content"] if continued else ""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
-    written = text[sum(1 for _ in same) :]
+    size = len(before)
+    if not text.startswith(before):
+        pairs = zip(text, before, strict=False)
+        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    written = text[size:]
     return written.rfind(start) > written.rfind(tokenizer.think_end)
 
 

@@ -222,7 +222,7 @@ def _variables(request: PromptRequest, service: Service) -> dict[str, Any]:
 def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
     functions, others = [], {}
     for i, tool in enumerate(request.tools):
-        at, kind = f"tools[{i}]", tool.get("type", "custom")
+        at, kind = f"tools[{i}]", tool.get("type") or "custom"
         if kind != "custom":
             others[str(tool.get("name", kind))] = str(kind)
             continue
