@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,64 @@ async def one(
         counts.whole += 1
 
 
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": {"path": {"type": "string"}}}}}
+    for name in ("read", "write", "search")
+]  # fmt: skip
+
+
+async def agent(
+    client: httpx.AsyncClient, _: Case, rng: random.Random, counts: Counts
+) -> None:
+    """A conversation with tools: long turns, cancels, system lines that change.
+
+    What is asked twice is answered twice alike, whatever the prefix cache has.
+    """
+    path = PATHS[0]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "You are terse."}]
+    for turn in range(rng.randrange(2, 7)):
+        if rng.random() < 0.3:
+            line = {"role": "system", "content": f"It is {rng.randrange(24)} o'clock."}
+            messages[0:1] = [line] if rng.random() < 0.5 else [messages[0], line]
+        text = f"turn {turn} " + "the river and the lake " * rng.choice((1, 5, 40))
+        messages.append({"role": "user", "content": text})
+        body = {"messages": messages, "tools": TOOLS[: rng.randrange(1, 4)],
+                "max_tokens": rng.choice((1, 12, 40)), "temperature": 0}  # fmt: skip
+        if rng.random() < 0.2:  # it leaves, and asks again
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rng.random() * 0.2):
+                    await client.post(path, json={**body, "max_tokens": 2000})
+            counts.left += 1
+        answer = await client.post(path, json=body)
+        if answer.status_code == 400:
+            assert "context_length_exceeded" in answer.text, answer.text
+            counts.refused += 1
+            return
+        assert answer.status_code == 200, answer.text
+        message = answer.json()["choices"][0]["message"]
+        if rng.random() < 0.3:
+            again = (await client.post(path, json=body)).json()["choices"][0]["message"]
+            said = [(each["content"], each.get("reasoning_content"))
+                    for each in (again, message)]  # fmt: skip
+            assert said[0] == said[1], said
+        counts.whole += 1
+        messages.append({"role": "assistant", "content": message["content"] or "-"})
+        if calls := message.get("tool_calls"):
+            messages[-1]["tool_calls"] = calls
+            messages += [
+                {"role": "tool", "tool_call_id": each["id"], "content": "nothing"}
+                for each in calls
+            ]
+
+
 async def epoch(
-    url: str, known: list[Case], rng: random.Random, counts: Counts, requests: int
+    url: str,
+    known: list[Case],
+    rng: random.Random,
+    counts: Counts,
+    requests: int,
+    client_of: Any,
 ) -> None:
     """Many clients at once, until all have been served."""
     limits = httpx.Limits(max_connections=CLIENTS)
@@ -191,7 +248,7 @@ async def epoch(
             nonlocal left
             while left > 0:
                 left -= 1
-                await one(client, rng.choice(known), rng, counts)
+                await client_of(client, rng.choice(known), rng, counts)
 
         await asyncio.gather(*(work() for _ in range(CLIENTS)))
 
@@ -214,16 +271,19 @@ def settle(server: Running) -> None:
         time.sleep(0.01)
 
 
-def soak(seed: int, seconds: float, requests: int = REQUESTS) -> Counts:
+def soak(
+    seed: int, seconds: float, requests: int = REQUESTS, *, agents: bool = False
+) -> Counts:
     """Epochs until it is time, two or more."""
     counts, rng = Counts(), random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        decoder = tiny_decoder(Path(folder), marked=False, prefix_cache_memory=1 << 20)
-        known = cases(decoder, rng)
+        decoder = tiny_decoder(Path(folder), marked=agents, prefix_cache_memory=1 << 20)
+        known = [Case([], {})] if agents else cases(decoder, rng)
+        client_of = agent if agents else one
         with running(decoder) as server:
             end = time.monotonic() + seconds
             while counts.epochs < 2 or time.monotonic() < end:
-                asyncio.run(epoch(server.url, known, rng, counts, requests))
+                asyncio.run(epoch(server.url, known, rng, counts, requests, client_of))
                 settle(server)
                 counts.epochs += 1
                 counts.levels.append(level())
@@ -239,10 +299,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    counts = soak(given.seed, 60 * given.minutes)
+    parser.add_argument(
+        "--agents", action="store_true", help="conversations with tools"
+    )
+    options = parser.parse_args()
+    counts = soak(options.seed, 60 * options.minutes, agents=options.agents)
     print(
-        f"{counts.whole} answers equal generate's, {counts.left} clients left, "
+        f"{counts.whole} answers are right, {counts.left} clients left, "
         f"{counts.refused} requests refused; after {counts.epochs} epochs "
         f"{counts.levels[0]} became {counts.levels[-1]} (bytes, descriptors, threads)"
     )

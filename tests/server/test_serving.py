@@ -463,6 +463,13 @@ def test_a_bounded_part_of_the_soak() -> None:
     assert min(counts.left, counts.refused) > 10
 
 
+def test_a_bounded_part_of_the_soak_of_agents() -> None:
+    """The long run is ``scripts/soak --server --agents``."""
+    counts = soak(seed=2, seconds=0, requests=12, agents=True)
+    assert counts.whole > 20
+    assert counts.left
+
+
 def test_a_slow_grammar_holds_nobody_up(
     decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
