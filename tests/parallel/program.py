@@ -350,8 +350,8 @@ def _drops_a_token(session: Session) -> None:
 def _draws_otherwise(session: Session) -> None:
     add = session.add_encoded
 
-    def added(prompt: Any, params: SamplingParams, grammar: Any = None) -> int:
-        return add(prompt, params.updated({"seed": 99}), grammar)
+    def added(prompt: Any, params: SamplingParams, *more: Any, **options: Any) -> int:
+        return add(prompt, params.updated({"seed": 99}), *more, **options)
 
     session.add_encoded = added  # type: ignore[method-assign]
 

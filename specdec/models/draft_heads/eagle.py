@@ -140,7 +140,7 @@ def eagle_values(published: Published) -> dict[str, Any]:
     # fields, and conversions keep the numbers. Heads read the output of layer 1 first,
     # so a list that begins with 1 counts outputs; SGLang uses the same test. Without a
     # list, the target's depth decides.
-    ids = value("eagle_aux_hidden_state_layer_ids") or ()
+    ids: Any = value("eagle_aux_hidden_state_layer_ids") or ()
     options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     layers = tuple(i - (ids[0] != 1) for i in ids)
     if not layers:  # DeepSeek's count outputs
