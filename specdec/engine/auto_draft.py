@@ -70,22 +70,22 @@ def choose(target: str, config: EngineConfig, **loading: Any) -> Choice:
     located = locate_target(target)
     if not is_gguf(located) and not os.path.exists(os.path.expanduser(located)):
         folder_of(located, loading.get("revision"))
-    described_target = outline(target, **loading)
+    outlined = outline(target, **loading)
     dtype = loading.get("dtype")
     passed_over: list[str] = []
-    for spec, why in _on_this_machine(target, described_target):
+    for spec, why in _on_this_machine(target, outlined):
         assert spec.model is not None
         try:
-            draft = outline_draft(spec.model, described_target, dtype=dtype)
-            if room_beside(described_target, draft, config) >= 0:
+            draft = outline_draft(spec.model, outlined, dtype=dtype)
+            if room_beside(outlined, draft, config) >= 0:
                 return Choice(spec, "; ".join([why, *passed_over]))
             passed_over.append(f"{spec.name} does not fit beside the rows")
         except (ModelError, ConfigError, MemoryLimitError) as error:
             if spec.name != MTP_DRAFT:  # most targets have none
                 passed_over.append(f"{spec.name} cannot be taken ({error})")
-    entry = known_target(target, described_target.config)
+    entry = known_target(target, outlined.config)
     missing = [d for d in entry.drafts if local_folder(d) is None] if entry else []
-    room = room_beside(described_target, None, config)
+    room = room_beside(outlined, None, config)
     fitting = [d for d in missing if (d.gb or 0) * 1e9 <= room]
     if fitting:
         passed_over.append(f"{described(fitting[0])} is published, but not downloaded")
@@ -98,12 +98,12 @@ def choose(target: str, config: EngineConfig, **loading: Any) -> Choice:
 
 
 def _on_this_machine(
-    target: str, found: ModelOutline
+    target: str, outlined: ModelOutline
 ) -> Iterator[tuple[DraftSpec, str]]:
-    if found.tokens.is_dir():
+    if outlined.tokens.is_dir():
         spec = DraftSpec(MTP_DRAFT, False, ModelDraft(MTP_DRAFT, mtp=True))
         yield spec, "the target's own head"
-    entry = known_target(target, found.config)
+    entry = known_target(target, outlined.config)
     if entry is None:
         return
     for draft in entry.drafts:

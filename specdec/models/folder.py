@@ -129,13 +129,13 @@ def read_arrays(files: Iterable[Path], source: str) -> dict[str, mx.array]:
     """
     arrays: dict[str, mx.array] = {}
     for file in files:
-        found: Any = mx.load(str(file))
-        for name in arrays.keys() & found.keys():
+        stored: Any = mx.load(str(file))
+        for name in arrays.keys() & stored.keys():
             raise ModelError(
                 f"{source} has {shorten(name)} in two files, one of them {file.name}: "
                 "remove the file that is no part of it"
             )
-        arrays |= found
+        arrays |= stored
     return arrays
 
 
@@ -150,11 +150,11 @@ def plain_folder(path: Path) -> Iterator[Path]:
     if not strays:
         yield path
         return
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as links:
         for entry in path.iterdir():
             if entry not in strays:
-                Path(made, entry.name).symlink_to(entry.absolute())
-        yield Path(made)
+                Path(links, entry.name).symlink_to(entry.absolute())
+        yield Path(links)
 
 
 def check_files(path: Path) -> None:

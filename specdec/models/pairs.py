@@ -87,13 +87,13 @@ def registry() -> tuple[KnownTarget, ...]:
 
 def shape_of(config: Mapping[str, Any]) -> dict[str, str | int]:
     """The parts of a configuration by which a target is known."""
-    found = {
+    parts = {
         "model_type": config.get("model_type"),
         "width": setting(config, "hidden_size", "n_embd", "d_model"),
         "layers": setting(config, "num_hidden_layers", "n_layer", "num_layers"),
         "vocabulary": setting(config, "vocab_size"),
     }
-    return {key: value for key, value in found.items() if isinstance(value, str | int)}
+    return {key: value for key, value in parts.items() if isinstance(value, str | int)}
 
 
 def known_target(name: str, config: Mapping[str, Any]) -> KnownTarget | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import mlx.core as mx
@@ -97,3 +99,16 @@ def test_a_draft_is_not_asked_past_its_table(tiny_model: Any) -> None:
     )
     assert made.generate([prompt], SamplingParams(max_tokens=60))[0].token_ids == wanted
     assert 0 < made.stats.drafted <= 2 * TABLE
+
+
+def test_only_the_architecture_in_use_is_imported() -> None:
+    """Adapters of seven architectures cost every program their modules at start-up."""
+    names = ("afm7", "deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small")
+    program = (
+        "import sys, specdec.models.runner\n"
+        f"print([n for n in {names} if f'mlx_lm.models.{{n}}' in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"

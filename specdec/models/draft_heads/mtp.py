@@ -284,8 +284,8 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
                 if where is not None or _is_of_head(name, ends.num_layers)
             }
             if arrays:
-                found = where or f"the checkpoint of {target.name}"
-                log.info("mtp: the head is in %s", found)
+                place = where or f"the checkpoint of {target.name}"
+                log.info("mtp: the head is in %s", place)
                 source = f"the MTP head of {target.name}"
                 return _made(arrays, ends, target, source, whole=_is_mlx(files))
     raise ModelError(
@@ -351,8 +351,8 @@ def _is_of_head(name: str, depth: int) -> bool:
 
 def _is_mlx(files: list[Path]) -> bool:
     """Whether a converter for MLX wrote files; it stores gains as they are."""
-    found: Any = mx.load(str(files[0]), return_metadata=True)
-    return bool(found[1].get("format") == "mlx")
+    loaded: Any = mx.load(str(files[0]), return_metadata=True)
+    return bool(loaded[1].get("format") == "mlx")
 
 
 def _made(
@@ -448,8 +448,8 @@ def _named(
     around = [name for name in weights if name.startswith("heads.0.")]
     for number, layer in layers.items():
         for name in around:  # heads may share what is around the layer
-            own = name.replace("heads.0.", f"heads.{number}.", 1)
-            weights.setdefault(own, weights[name])
+            copied = name.replace("heads.0.", f"heads.{number}.", 1)
+            weights.setdefault(copied, weights[name])
         for name, array in _renamed(layer, ends, family).items():
             weights[f"heads.{number}.layer.{name}"] = array
     return weights
@@ -470,13 +470,13 @@ def _renamed(
         # The target's attention may be one of two in a layer.
         double = family.make is _LongcatLayer
         place = 0 if double else ends.num_layers - 1
-        before, own = f"model.layers.{place}.", "self_attn."
-        inner = f"{own}0." if double else own
-        given = {before + n.replace(own, inner, 1): a for n, a in others.items()}
+        before, outer = f"model.layers.{place}.", "self_attn."
+        inner = f"{outer}0." if double else outer
+        stored = {before + n.replace(outer, inner, 1): a for n, a in others.items()}
         model: Any = ends.model
-        for name, array in model.sanitize(given).items():
+        for name, array in model.sanitize(stored).items():
             short = name.rpartition(f"layers.{place}.")[2]
-            renamed[short.replace(inner, own, 1)] = array
+            renamed[short.replace(inner, outer, 1)] = array
     experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
     names = {"up_proj": "fc1", "down_proj": "fc2"} if family.numbers_blocks else {}
     for name in list(renamed):
