@@ -16,10 +16,10 @@ from .rendering import CompletionRendering
 from .sampling import OpenAISampling, grammar_of, sampling, stops
 from .schema import Notes, Refused, read
 from .service import Service
+from .web import MOST_PROMPTS
 
 #: OpenAI's default, for requests without ``max_tokens``.
 _MAX_TOKENS = 16
-_MOST_PROMPTS = 2048
 
 
 class CompletionRequest(OpenAISampling):
@@ -110,7 +110,7 @@ def _prompts(given: Any) -> list[str | tuple[int, ...]]:
     """The prompts of a request, one or several, each a text or token ids."""
     several = isinstance(given, list) and not all(_is_token(x) for x in given)
     prompts = given if several else [given]
-    if given and len(prompts) <= _MOST_PROMPTS:
+    if given and len(prompts) <= MOST_PROMPTS:
         if all(isinstance(each, str) for each in prompts):
             return list(prompts)
         if all(
@@ -120,7 +120,7 @@ def _prompts(given: Any) -> list[str | tuple[int, ...]]:
     raise RequestError.invalid(
         "prompt",
         f"prompt must be a text, a list of token ids, or a list of up to "
-        f"{_MOST_PROMPTS} of these, and not empty",
+        f"{MOST_PROMPTS} of these, and not empty",
     )
 
 
