@@ -124,8 +124,14 @@ _DEFAULTS = {
 }
 
 
-def defaults() -> BackendDefaults:
-    """The defaults of MLX's default device."""
+def defaults(name: str | None = None) -> BackendDefaults:
+    """The defaults of a backend.
+
+    Args:
+        name: ``cpu``, ``cuda`` or ``metal``; ``None``: that of MLX's default device.
+    """
+    if name is not None:
+        return _DEFAULTS[name]
     import mlx.core as mx
 
     if mx.default_device().type == mx.DeviceType.cpu:

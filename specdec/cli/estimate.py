@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 
@@ -9,12 +10,44 @@ import click
 
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..errors import UnsupportedModelError
+from ..memory.estimate import Change
 from ..utils.data_files import json_text
 from . import options
 from .output import FAILURE, note, share_text, show
 
+# Options that a run does not have.
+ABOUT_ESTIMATES = {"context", "temp", "device", "memory", "as_json"}
 # Room for a prompt of some pages and the default number of new tokens.
 DEFAULT_CONTEXT = 4096
+
+
+def metal_share(memory: int) -> float:
+    """The share of a Mac's memory that its GPU may hold (docs/apple-silicon.md)."""
+    return 2 / 3 if memory <= 36 * 2**30 else 3 / 4
+
+
+def command_of_run(change: Change) -> str:
+    """``specdec run`` with the options that were typed here, and the changes."""
+    ctx = click.get_current_context()
+    changed = {
+        "batch_size": change.batch,
+        "prefill_step_size": change.prefill_step_size,
+        "kv_bits": change.kv_bits,
+    }
+    words = ["specdec", "run"]
+    for option in ctx.command.params:
+        name, flag = str(option.name), option.opts[0]
+        value = changed.get(name, ctx.params.get(name))
+        typed = options.is_given(name) and name not in ABOUT_ESTIMATES
+        differs = name in changed and value != option.default
+        if value is None or not (typed or differs):
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else option.secondary_opts[0])
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [flag, str(each)]
+    return shlex.join(words)
 
 
 @click.command(
@@ -48,6 +81,16 @@ DEFAULT_CONTEXT = 4096
 @options.memory_limit(
     help="Memory to fit into, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "metal", "cpu"]),
+    help="Where the run would be. [default: this machine's device]",
+)
+@options.size(
+    "--memory",
+    help="Memory of the machine or GPU where the run would be, such as 24GB. On Metal "
+    "the system leaves a part of it to the run.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 def estimate(
     *,
@@ -56,6 +99,8 @@ def estimate(
     context: int | None,
     temp: float,
     memory_limit: int | None,
+    device: str | None,
+    memory: int | None,
     as_json: bool,
 ) -> None:
     """Report how much memory a run needs at most, and what fits.
@@ -66,9 +111,21 @@ def estimate(
     \b
       specdec estimate --target MODEL --context 8k --batch 8
       specdec estimate --target config.json --context 128k --memory-limit 24GB
+      specdec estimate --target MODEL --device metal --memory 64GB
     """  # noqa: D301 - click's mark for lines to keep
     spec, loading = models.spec, models.loading
     from .. import backend
+
+    here = backend.defaults()
+    there = here if device is None else backend.defaults(device)
+    if memory_limit is None and memory is not None:
+        memory_limit = (
+            int(memory * metal_share(memory)) if there.name == "metal" else memory
+        )
+    if memory_limit is None and there is not here:
+        raise click.UsageError(
+            f"this machine's device is {here.name}: give the other one's --memory"
+        )
     from ..memory import MemoryPlan
     from ..memory.estimate import Estimate
     from ..memory.planning import plan_memory
@@ -94,7 +151,7 @@ def estimate(
             f"give {own_context} or fewer",
             param_hint="'--context'",
         )
-    assumed = []
+    assumed = [] if device else [f"--device {here.name}, as here"]
     if not options.is_given("batch_size"):
         assumed.append(f"--batch {config.batch_size}, as in specdec run")
     if context is None:
@@ -117,29 +174,30 @@ def estimate(
         )
     ngram = None if spec is None else ngram_of(spec)
 
-    def plan_with(bits: int | None) -> MemoryPlan:
+    def plan_with(bits: int | None, step: int) -> MemoryPlan:
         return plan_memory(
             target_outline,
             draft_outline,
-            replace(config, kv_bits=bits),
-            backend.defaults(),
+            replace(config, kv_bits=bits, prefill_step_size=step),
+            there,
             drafts=spec is not None,
             lookup_bytes=0 if ngram is None else ngram.nbytes(config.batch_size),
         )
 
-    def plan_if_supported(bits: int | None) -> MemoryPlan | None:
+    def plan_if_supported(bits: int | None, step: int) -> MemoryPlan | None:
         try:
-            return plan_with(bits)
+            return plan_with(bits, step)
         except UnsupportedModelError:
             return None
 
     found = Estimate(
-        plan=plan_with(config.kv_bits),
+        plan=plan_with(config.kv_bits, config.prefill_step_size),
         kv_bits=config.kv_bits,
         context=context,
         batch=config.batch_size,
         limit=backend.memory_size() if memory_limit is None else memory_limit,
-        plan_with_bits=plan_if_supported,
+        plan_with=plan_if_supported,
+        command=command_of_run,
         choosing=FILTERED if temp > 0 else GREEDY,
         context_length=own_context,
     )

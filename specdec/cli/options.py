@@ -87,9 +87,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Drafting": ("verification", "draft_corpus", "draws", "max_restarts", "rounds"),
     "Memory": (
-        "memory_limit", "prefill_step_size", "max_kv_size", "kv_bits",
-        "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
-        "prefix_cache_memory", "prefix_sharing",
+        "memory_limit", "device", "memory", "prefill_step_size", "max_kv_size",
+        "kv_bits", "kv_group_size", "quantized_kv_start", "prefix_cache",
+        "prefix_cache_size", "prefix_cache_memory", "prefix_sharing",
     ),
     "Many devices": ("replicas", "ray", "ray_workers"),
     "Output": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,26 @@ from .plan import (
 )
 from .sampling_memory import GREEDY, Choosing
 
+# A chunk of fewer tokens takes long to prefill, and little less memory.
+LEAST_STEP = 32
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings with which a run fits that does not fit as it was asked for.
+
+    Args:
+        batch: rows.
+        prefill_step_size: prompt tokens per row in one forward.
+        kv_bits: bits of keys and values; ``None``: not quantized.
+        changes_tokens: the keys and values are others than was asked for.
+    """
+
+    batch: int
+    prefill_step_size: int
+    kv_bits: int | None
+    changes_tokens: bool
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -32,8 +52,9 @@ class Estimate:
             prompt, which needs most memory.
         batch: rows.
         limit: bytes that the device has; ``None``: unknown.
-        plan_with_bits: makes the plan with keys and values in a number of bits
-            (``None``: as they are); returns ``None`` if the models refuse it.
+        plan_with: makes the plan with keys and values in a number of bits (``None``:
+            as they are) and a prefill step; returns ``None`` if the models refuse it.
+        command: the command of a run with other settings.
         choosing: as in :class:`RowNeeds`.
         context_length: positions that the target can serve; ``None``: unknown.
         kv_bits: bits of keys and values; ``None``: not quantized.
@@ -43,7 +64,8 @@ class Estimate:
     context: int
     batch: int
     limit: int | None
-    plan_with_bits: Callable[[int | None], MemoryPlan | None]
+    plan_with: Callable[[int | None, int], MemoryPlan | None]
+    command: Callable[[Change], str]
     choosing: Choosing = GREEDY
     context_length: int | None = None
     kv_bits: int | None = None
@@ -82,11 +104,7 @@ class Estimate:
 
     def largest_batch(self) -> int:
         """Most rows at this context."""
-        limit = self.limit or 0
-        return largest_fitting(
-            lambda n: self.plan.peak(self._rows(n, self.context)) <= limit,
-            MAX_BATCH_SIZE,
-        )
+        return self._most_rows(self.plan)
 
     def suggested_kv_bits(self) -> int | str | None:
         """The most bits for keys and values with which the run fits.
@@ -96,10 +114,50 @@ class Estimate:
         """
         rows = self._rows(self.batch, self.context)
         for bits in (None, 8, 4):
-            plan = self.plan_with_bits(bits)
+            plan = self.plan_with(bits, self.plan.prefill_step_size)
             if plan is not None and plan.peak(rows) <= (self.limit or 0):
                 return "as they are" if bits is None else bits
         return None
+
+    def changes(self) -> list[Change]:
+        """What to change so that the run fits, the least first.
+
+        At the asked batch, first a smaller prefill step, then packed keys and values.
+        If only these help, which change tokens, or nothing does: fewer rows, too.
+        """
+        if self.limit is None or self.fits:
+            return []
+        asked = self.plan.prefill_step_size
+        steps = [asked]
+        while steps[-1] // 2 >= LEAST_STEP:
+            steps.append(steps[-1] // 2)
+        rows = self._rows(self.batch, self.context)
+        changes = list[Change]()
+        fewer = [bits for bits in (8, 4) if bits < (self.kv_bits or 16)]
+        for bits in (self.kv_bits, *fewer):
+            for step in steps:
+                plan = self.plan_with(bits, step)
+                if plan is not None and plan.peak(rows) <= self.limit and not changes:
+                    other = bits != self.kv_bits
+                    changes.append(Change(self.batch, step, bits, other))
+        if changes and not changes[0].changes_tokens:
+            return changes
+        for bits in (self.kv_bits, 4):
+            for step in steps:
+                plan = self.plan_with(bits, step)
+                if plan is not None and (most := self._most_rows(plan)):
+                    other = bits != self.kv_bits
+                    return [*changes, Change(most, step, bits, other)]
+            if changes:
+                break
+        return changes
+
+    def _most_rows(self, plan: MemoryPlan) -> int:
+        """Most rows at this context that a plan has room for; 0 if there is none."""
+        limit = self.limit or 0
+        return largest_fitting(
+            lambda n: plan.peak(self._rows(n, self.context)) <= limit, MAX_BATCH_SIZE
+        )
 
     def suggested_weight_bits(self) -> int | str | None:
         """Bits for the target's weights, with all else unchanged.
@@ -140,6 +198,10 @@ class Estimate:
                 "largest_batch": self.largest_batch(),
                 "suggested_kv_bits": self.suggested_kv_bits(),
                 "suggested_weight_bits": self.suggested_weight_bits(),
+                "changes": [
+                    {**asdict(change), "command": self.command(change)}
+                    for change in self.changes()
+                ],
             }
         return found
 
@@ -180,6 +242,11 @@ class Estimate:
             f"largest batch at this context: {_most(batch, MAX_BATCH_SIZE, 'rows')}",
             f"suggested KV cache bits: {'none fits' if kv is None else kv}",
             f"suggested weight bits: {'none fits' if weights is None else weights}",
+            *(
+                f"to fit{' (changes tokens)' * change.changes_tokens}: "
+                f"{self.command(change)}"
+                for change in self.changes()
+            ),
         ]
 
 

@@ -135,10 +135,11 @@ def test_sizes_that_are_assumed(tmp_path: Path) -> None:
         found[own] = n = as_json("--target", str(path), *limit)["context"]
         assert f": {EngineConfig().batch_size} rows of {n} tokens\n" in result.stdout
         assert result.stderr == (
-            f"specdec: note: assumed: --batch {EngineConfig().batch_size}, as in "
-            f"specdec run; --context {n}, prompt and output together\n"
+            "specdec: note: assumed: --device cpu, as here; --batch "
+            f"{EngineConfig().batch_size}, as in specdec run; --context {n}, prompt "
+            "and output together\n"
         )
-        sizes = ("--context", str(n), "--batch", "8")
+        sizes = ("--context", str(n), "--batch", "8", "--device", "cpu")
         given = estimate("--target", str(path), *sizes, *limit)
         assert (given.stdout, given.stderr) == (result.stdout, "")
     assert found == {None: 4096, 1024: 1024, 8192: 4096, 1 << 20: 4096}
@@ -168,6 +169,7 @@ def test_no_more_draft_tokens_than_a_block_has(tmp_path: Path) -> None:
     wide = estimate(*base, "--draft", own, "--batch", "1", "--num-draft-tokens", "8")
     assert f", {block} draft tokens\n" in wide.stdout
     assert wide.stderr == (
+        "specdec: note: assumed: --device cpu, as here\n"
         f"specdec: note: the draft proposes up to {block} tokens in a round, not 8\n"
     )
 
@@ -285,3 +287,68 @@ def test_mistakes(arguments: tuple[str, ...], code: int, message: str) -> None:
     assert result.exit_code == code
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # A smaller chunk is enough, and no token is another one.
+        (
+            ("--batch", "8", "--memory-limit", "26GB"),
+            [(8, 128, None, False, "--batch 8 --prefill-step-size 128")],
+        ),
+        # Packed keys are needed, or fewer rows.
+        (
+            ("--batch", "8", "--memory-limit", "24GB"),
+            [
+                (8, 256, 8, True, "--batch 8 --prefill-step-size 256"),
+                (5, 512, None, False, "--batch 5"),
+            ],
+        ),
+        # Not even the weights fit.
+        (("--batch", "8", "--memory-limit", "14GB"), []),
+        (("--batch", "2", "--memory-limit", "64GB"), []),
+    ],
+)
+def test_what_to_change_so_that_a_run_fits(
+    config: str, arguments: tuple[str, ...], expected: list[tuple[Any, ...]]
+) -> None:
+    """Catches "none fits" where a smaller chunk or packed keys would do.
+
+    Each command, asked for again, fits.
+    """
+    asked = ("--target", config, "--context", "8192", *arguments)
+    changes = as_json(*asked)["changes"]
+    names = ("batch", "prefill_step_size", "kv_bits", "changes_tokens")
+    assert [tuple(c[n] for n in names) for c in changes] == [e[:4] for e in expected]
+    for change, (*_, words) in zip(changes, expected, strict=True):
+        command = change["command"]
+        assert command.startswith(f"specdec run --target {config} ")
+        assert words in command
+        again = command.split()[2:]
+        assert as_json(*again, "--context", "8192")["fits"]
+        text = "to fit (changes tokens): " if change["changes_tokens"] else "to fit: "
+        assert text + command in estimate(*asked).stdout
+
+
+def test_another_machine(config: str) -> None:
+    """Catches an estimate for this machine's device and memory."""
+    asked = ("--target", config, "--context", "8192", "--batch", "8")
+    refused = estimate(*asked, "--device", "metal")
+    assert refused.exit_code == 2
+    assert "give the other one's --memory" in refused.stderr
+    small, large = (
+        as_json(*asked, "--device", "metal", "--memory", size)
+        for size in ("36GiB", "64GiB")
+    )
+    # What the system leaves to the GPU.
+    assert small["memory_limit"] == 24 * 2**30
+    assert large["memory_limit"] == 48 * 2**30
+    assert large["fits"]
+    card = as_json(*asked, "--device", "cuda", "--memory", "48GB")
+    assert card["memory_limit"] == 48 * 10**9
+    packed = ("--kv-bits", "4", "--draft", "self:4bit", "--memory", "80GB")
+    cpu, cuda = (
+        as_json(*asked, *packed, "--device", name)["total"] for name in ("cpu", "cuda")
+    )
+    assert cpu != cuda

@@ -165,7 +165,7 @@ def test_the_largest_that_fits(most: int, limit: int) -> None:
 
 
 def estimate(limit: int | None, context: int = 8192, batch: int = 1) -> Estimate:
-    def with_bits(bits: int | None) -> MemoryPlan | None:
+    def with_bits(bits: int | None, step: int) -> MemoryPlan | None:
         if bits is None:
             return PLAN
         slot = CacheGeometry(slot_bytes=4096 * bits // 16 + 256)
@@ -176,7 +176,8 @@ def estimate(limit: int | None, context: int = 8192, batch: int = 1) -> Estimate
         context=context,
         batch=batch,
         limit=limit,
-        plan_with_bits=with_bits,
+        plan_with=with_bits,
+        command=str,
     )
 
 
