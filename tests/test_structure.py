@@ -49,6 +49,7 @@ WITHOUT_MLX = (
     "request",
     "sampling_params",
     "spec_decode/draft_length.py",
+    "spec_decode/round_times.py",
     "utils",
 )
 
