@@ -13,6 +13,7 @@ import PIL.Image
 import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
+from tests.server import test_page
 from tests.server.harness import Running, running
 
 from .folders import random_image, write_vision_folder
@@ -101,6 +102,29 @@ def test_messages(server: tuple[Running, str]) -> None:
     result["content"] = ""
     without = client.messages.create(messages=turns, **settings)
     assert with_image.usage.input_tokens > without.usage.input_tokens
+
+
+#: A tab of headless Chromium.
+browser = test_page.browser
+
+
+def test_the_page(server: tuple[Running, str], browser: test_page.Browser) -> None:
+    """A dropped image is lost, or goes with every message after it."""
+    running, expected = server
+    browser.call("Page.enable")
+    browser.call("Page.navigate", url=running.url)
+    browser.until("document.readyState === 'complete' && !!document.title")
+    browser.run(f"$('most').value = {MAX_TOKENS}")
+    browser.run(
+        f"const bytes = Uint8Array.from(atob('{DATA}'), (c) => c.charCodeAt(0));"
+        "take([new File([bytes], 'a.png', {type: 'image/png'})])"
+    )
+    browser.until("$('pictures').children.length === 1")
+    browser.run("$('text').value = 'what'; $('ask').requestSubmit()")
+    browser.until("messages.length === 2 && !current")
+    assert browser.run("messages[1].content") == expected
+    assert browser.run("$('pictures').children.length") == 0
+    assert browser.run("document.querySelectorAll('article.user img').length") == 1
 
 
 @pytest.mark.parametrize(
