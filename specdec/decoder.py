@@ -189,7 +189,7 @@ class SpecDecoder:
                 bounded=not isinstance(ranks, Follower),
                 announce=tell,
             ),
-            unscored(self._target),
+            partial(unscored, self._target),
         )
         self.prompt_limit = PromptLimit(
             self.tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
@@ -36,14 +36,14 @@ class Bounds:
         context_length: positions that the target can serve; ``None``: unknown.
         preflight: knows what fits in memory; ``None``: memory is not checked.
         grammars: compiles grammars; ``None``: requests with a grammar are refused.
-        unscored: why prompts have no log-probabilities; empty: they can have.
+        unscored: says why prompts have no log-probabilities, or "".
     """
 
     vocab_size: int
     context_length: int | None = None
     preflight: Preflight | None = None
     grammars: GrammarCompiler | None = None
-    unscored: str = ""
+    unscored: Callable[[], str] = str
 
     def check(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         """The parameters, with ``max_tokens`` cut to what the context leaves.
@@ -53,9 +53,9 @@ class Bounds:
             ConfigError: a token id is not in the target's vocabulary.
             MemoryLimitError: the request does not fit in memory even alone.
         """
-        if self.unscored and params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and (reason := self.unscored()):
             raise ConfigError(
-                f"prompt_logprobs is not supported ({self.unscored}): leave it out",
+                f"prompt_logprobs is not supported ({reason}): leave it out",
                 field="prompt_logprobs",
             )
         named = (
