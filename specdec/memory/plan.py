@@ -26,6 +26,7 @@ PARTS = (
     "rounds in flight",
     "n-gram lookup",
     "prefix cache",
+    "images",
     "loading",
 )
 
@@ -84,6 +85,8 @@ class MemoryPlan:
         prefix_bytes: bytes of prefixes that are kept in memory besides the rows.
         lookup_bytes: bytes of the tokens that n-grams are looked up in, and of the
             look-up.
+        image_bytes: bytes of the tower that embeds images, and of the embeddings that
+            are kept.
     """
 
     target: ModelGeometry
@@ -95,6 +98,7 @@ class MemoryPlan:
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
     lookup_bytes: int = 0
+    image_bytes: int = 0
 
     # -- the moments -------------------------------------------------------
 
@@ -203,7 +207,11 @@ class MemoryPlan:
         return replace(ahead._decoding(rows), name="measuring")
 
     def _with_others(self, parts: dict[str, int]) -> dict[str, int]:
-        others = {"n-gram lookup": self.lookup_bytes, "prefix cache": self.prefix_bytes}
+        others = {
+            "n-gram lookup": self.lookup_bytes,
+            "prefix cache": self.prefix_bytes,
+            "images": self.image_bytes,
+        }
         return parts | {name: size for name, size in others.items() if size}
 
     # -- the engine's own sizes ----------------------------------------------

@@ -35,6 +35,7 @@ from ..models.loaded import Described, setting
 from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from ..models.runner import cache_options
+from ..models.vision import image_bytes
 from .geometry import CacheGeometry, ModelGeometry
 from .plan import MemoryPlan
 
@@ -98,6 +99,7 @@ def plan_memory(
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,
         lookup_bytes=lookup_bytes if k else 0,
+        image_bytes=image_bytes(target),
     )
 
 

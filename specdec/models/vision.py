@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from ..utils.extras import install
 from ..utils.printable import shorten
 from .image_rows import Sections
 from .layers import arrays_of
-from .loaded import LoadedModel
+from .loaded import Described, LoadedModel
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ _FAMILIES = {
     "qwen3_5_moe": replace(_QWEN3_5, module="qwen3_5_moe"),
 }
 #: Bytes of embeddings that are kept for the next prompt with the same image.
-_KEPT_BYTES = 256 * 2**20
+_KEPT_BYTES = 64 * 2**20
+#: Keys of a checkpoint that belong to the tower and the projector.
+_TOWER_KEY = re.compile("vision|visual|projector")
 #: Keys of a checkpoint that belong to the text part.
 _TEXT_KEYS = ("language_model.", "model.language_model.", "lm_head.")
 
@@ -284,6 +287,23 @@ def image_encoder(target: LoadedModel) -> ImageEncoder | None:
     if not isinstance(config.get("vision_config"), Mapping):
         return None
     return ImageEncoder(target.folder, config, target.name)
+
+
+def image_bytes(target: Described) -> int:
+    """Bytes of a target's tower and of the embeddings that are kept; 0: it has none.
+
+    Activations of the tower are not counted.
+    """
+    folder = getattr(target, "folder", None)
+    if folder is None or target.config.get("model_type") not in _FAMILIES:
+        return 0
+    if not isinstance(target.config.get("vision_config"), Mapping):
+        return 0
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        stored: Any = mx.load(str(file))  # lazy: only the header is read
+        total += sum(a.nbytes for key, a in stored.items() if _TOWER_KEY.search(key))
+    return total + _KEPT_BYTES if total else 0
 
 
 def no_images(target: LoadedModel) -> str:

@@ -64,3 +64,14 @@ def test_a_chat_about_an_image(folder: Path) -> None:
     assert "nothing: No such file" in shown.stderr
     messages = json.loads((folder / "chat.json").read_text())["messages"]
     assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
+
+
+def test_the_tower_is_in_the_plan(folder: Path) -> None:
+    """A run with images passes its memory limit by the tower's weights."""
+    shown = command(folder, "run", "--prompt", "what", "-m", "4")
+    assert shown.exit_code == 0, shown.stderr
+    shown = command(
+        folder, "run", "--prompt", "what", "-m", "4", "--memory-limit", "60MB"
+    )
+    assert shown.exit_code != 0
+    assert "memory" in shown.stderr
