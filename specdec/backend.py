@@ -86,7 +86,7 @@ class BackendDefaults:
         return rows
 
 
-_DEFAULTS = {
+_DEFAULTS: dict[str, BackendDefaults] = {
     each.name: each
     for each in (
         BackendDefaults("cpu", read_bucket=1, static_shapes=False, costs_by_token=True),
