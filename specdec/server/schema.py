@@ -14,15 +14,19 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 from pydantic import (
     BaseModel,
     ConfigDict,
+    GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from ..utils.names import nearest
 from ..utils.printable import quoted
 from .errors import RequestError
+
+#: The most unknown fields of a request: each is compared with all known ones.
+_MOST_UNKNOWN = 256
 
 
 @dataclass
@@ -40,11 +44,6 @@ class Notes:
     strict: bool = False
     ignored: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-
-    def ignore(self, name: str) -> None:
-        """Note a field that is ignored, once."""
-        if name not in self.ignored:
-            self.ignored.append(name)
 
     def add(self, text: str) -> None:
         """Note a line, once."""
@@ -66,6 +65,21 @@ class Refused(NamedTuple):
     code: str = "unsupported_parameter"
 
 
+def _check_lists_briefly(schema: Any) -> None:
+    """Let the first wrong element of a list end its check.
+
+    A description of each of a hundred thousand takes seconds.
+    """
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = schema.values()
+    elif not isinstance(schema, list):
+        return
+    for inner in schema:
+        _check_lists_briefly(inner)
+
+
 class Record(BaseModel):
     """An object of a request; a field that is ``null`` counts as absent.
 
@@ -83,6 +97,14 @@ class Record(BaseModel):
     elsewhere: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
     guesses: ClassVar[bool] = True
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema = handler(source)
+        _check_lists_briefly(schema)
+        return schema
 
     @classmethod
     def known(cls) -> frozenset[str]:
@@ -115,9 +137,15 @@ class Record(BaseModel):
     @classmethod
     def _unknown(cls, name: str, notes: Notes | None) -> None:
         notes = notes or Notes()
+        path = f"{cls.place}.{name}".lstrip(".")[:100]
+        if path in notes.ignored:
+            return
+        if len(notes.ignored) == _MOST_UNKNOWN:
+            code, rest = "unknown_parameter", "is one of too many unknown fields"
+            _refuse(name, code, f"{rest}: leave them out")
         near = cls.elsewhere.get(name) or nearest(name[:100], cls.known(), cutoff=0.75)
         if not notes.strict and (near is None or not cls.guesses):
-            notes.ignore(f"{cls.place}.{name}".lstrip(".")[:100])
+            notes.ignored.append(path)
             return
         where = f"of {cls.place}" if cls.place else "of this endpoint"
         meant = f"did you mean {near}?" if near else "leave it out"

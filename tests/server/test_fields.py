@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import openai
 import pytest
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.server import schema
+from specdec.server.chat import ChatRequest
+from specdec.server.errors import RequestError
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 
 USER = {"role": "user", "content": "Hello there"}
@@ -263,3 +267,26 @@ def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) 
             for line in lines
         ), path
     assert any(line.startswith("/v1/completions refused (400)") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({f"zq{i}": 0 for i in range(20_000)}, "one of too many unknown fields"),
+        ({"messages": [0] * 100_000}, "messages[0] is 0, not an object"),
+        ({"messages": [{**USER, "content": [0] * 100_000}]}, "content[0] is 0"),
+        ({"stop": [0] * 100_000}, "stop[0] is 0, not a text"),
+    ],
+)
+def test_wrong_fields_in_great_number(
+    more: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong with 250 kB takes seconds to say, in which nobody is answered."""
+    compared: list[int] = []
+    monkeypatch.setattr(schema, "nearest", lambda *_, **__: compared.append(1))
+    body = {**BODIES["chat/completions"], **more}
+    with pytest.raises(RequestError, match=re.escape(message)) as refused:
+        schema.read(ChatRequest, body, schema.Notes())
+    cause = refused.value.__cause__
+    assert isinstance(cause, schema.ValidationError)
+    assert len(compared) + cause.error_count() < 1000
