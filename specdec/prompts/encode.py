@@ -11,7 +11,14 @@ from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
 from ..errors import PromptError, PromptTooLongError, is_panic
 from ..utils.printable import quoted, shorten
-from .images import MAX_IMAGES, Image, PlacedImage, holds_image, image_in
+from .images import (
+    MAX_ALL_PIXELS,
+    MAX_IMAGES,
+    Image,
+    PlacedImage,
+    holds_image,
+    image_in,
+)
 from .templates import render_chat
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -270,10 +277,7 @@ def encode(
                 else "this tokenizer has none: give the prompt as a string"
             )
         )
-    messages = check_messages(prompt, limit, pictures)
-    if pictures and isinstance(limit.images, str):
-        raise PromptError(limit.images)
-    return render(messages)
+    return render(check_messages(prompt, limit, pictures))
 
 
 def _thinks(
@@ -436,7 +440,7 @@ def check_messages(
             decoded when the prompt is encoded.
     """
     limit.check_count(len(messages), "messages")  # each takes a token or more
-    messages = [_with_text(message, pictures) for message in messages]
+    messages = [_with_text(message, limit, pictures) for message in messages]
     for message in messages:
         if (
             not isinstance(message, Mapping)
@@ -457,7 +461,7 @@ def check_messages(
     return list(messages)
 
 
-def _with_text(message: Any, pictures: list[Image] | None) -> Any:
+def _with_text(message: Any, limit: PromptLimit, pictures: list[Image] | None) -> Any:
     """The message, with content in parts (OpenAI's form) joined to one text.
 
     Parts stay if an image is among them: ``{"type": "image"}`` then says where, if
@@ -480,9 +484,18 @@ def _with_text(message: Any, pictures: list[Image] | None) -> Any:
         if pictures is None:
             content.append(part)
             continue
+        if isinstance(limit.images, str):
+            raise PromptError(limit.images)
         if len(pictures) == MAX_IMAGES:
             raise PromptError(f"it has more than {MAX_IMAGES} images: leave some out")
-        pictures.append(image_in(part))
+        try:
+            pictures.append(image_in(part))
+        except PromptError as error:
+            raise PromptError(f"image {len(pictures) + 1}: {error}") from error
+        if sum(each.width * each.height for each in pictures) > MAX_ALL_PIXELS:
+            raise PromptError(
+                f"its images have more than {MAX_ALL_PIXELS} pixels: make them smaller"
+            )
         content.append({"type": "image"})
     if any(part["type"] != "text" for part in content):
         return {**message, "content": content}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PromptError
 from ..utils.extras import install
+from ..utils.files import read_plain
 from ..utils.printable import quoted, shorten
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 #: The most bytes of a file, and pixels of an image: a photograph has 12 to 48 million.
 MAX_BYTES, MAX_PIXELS = 32 * 2**20, 64_000_000
-#: The most images of one prompt.
-MAX_IMAGES = 100
+#: The most images of one prompt, and pixels of all of them: 768 MB.
+MAX_IMAGES, MAX_ALL_PIXELS = 100, 4 * MAX_PIXELS
 
 _SEND = 'send it as a data URL, "data:image/png;base64,..."'
 #: Kinds of content that are no images, by OpenAI's and Anthropic's names.
@@ -107,8 +108,21 @@ def holds_image(part: Mapping[str, Any]) -> bool:
     return kind in ("image", "image_url", "input_image")
 
 
-def image_in(part: Mapping[str, Any], *, local: bool = True) -> Image:
+def image_in(part: Mapping[str, Any]) -> Image:
     """The image of a part of a message for which :func:`holds_image` is true.
+
+    Raises:
+        PromptError: see :func:`source_in`; or the image cannot be decoded within the
+            bounds.
+    """
+    source = source_in(part)
+    if isinstance(source, Image):
+        return source
+    return read_file(source) if isinstance(source, str) else read_image(source)
+
+
+def source_in(part: Mapping[str, Any], *, local: bool = True) -> Any:
+    """What :func:`image_in` decodes: an image, bytes, a file's name, an object.
 
     Takes ``{"type": "image", "image": ...}`` with an :class:`Image`, a file's name,
     bytes, a PIL image or an array of shape (H, W, 3); OpenAI's ``image_url`` and
@@ -119,8 +133,7 @@ def image_in(part: Mapping[str, Any], *, local: bool = True) -> Image:
             comes over HTTP may hold none of them.
 
     Raises:
-        PromptError: the part names something that is not taken, such as an address, or
-            its image cannot be decoded within the bounds.
+        PromptError: the part names something that is not taken, such as an address.
     """
     kind = part.get("type")
     if part.get("file_id") is not None:
@@ -130,17 +143,17 @@ def image_in(part: Mapping[str, Any], *, local: bool = True) -> Image:
         return source
     if isinstance(source, Mapping):  # OpenAI's {"url": ...}, Anthropic's base64
         if source.get("type") == "base64":
-            return read_image(_from_base64(source.get("data")))
+            return _from_base64(source.get("data"))
         source = source.get("url", source)
     if isinstance(source, str):
         if source.startswith("data:"):
-            return read_image(_from_url(source))
+            return _from_url(source)
         if "://" in source[:12]:
             raise PromptError(f"images are not fetched: {_SEND}")
         if local and kind == "image":
-            return read_file(source)
+            return source
     elif local and source is not None and not isinstance(source, Mapping):
-        return read_image(source)
+        return source
     raise PromptError(f"an image is not {quoted(source)}: {_SEND}")
 
 
@@ -151,15 +164,14 @@ def read_file(name: str | Path) -> Image:
         PromptError: it cannot be read or decoded; the message names it.
     """
     try:
-        with Path(name).expanduser().open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
+        data = read_plain(Path(name).expanduser(), MAX_BYTES)
+    except (OSError, ValueError, RuntimeError) as error:  # "~nobody" has no folder
         reason = getattr(error, "strerror", None) or error
-        raise PromptError(f"image {shorten(name)}: {shorten(reason)}") from error
+        raise PromptError(f"{shorten(name)}: {shorten(reason)}") from error
     try:
         return read_image(data)
     except PromptError as error:
-        raise PromptError(f"image {shorten(name)}: {error}") from error
+        raise PromptError(f"{shorten(name)}: {error}") from error
 
 
 def read_image(source: Any) -> Image:

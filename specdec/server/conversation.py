@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..errors import PromptError
 from ..prompts import OWN_VARIABLES
-from ..prompts.images import holds_image, image_in
+from ..prompts.images import holds_image, source_in
 from ..prompts.templates import template_of
 from ..request import TokenLogprobs
 from ..utils.data_files import DataError, parse_json
@@ -232,7 +232,7 @@ def content_of(
     """The text of a message's content, or its parts if there are images among them.
 
     Raises:
-        RequestError: an image is not in the request itself, or cannot be decoded.
+        RequestError: an image is not in the request itself.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -244,8 +244,9 @@ def content_of(
         given = part.model_dump(exclude_none=True)
         try:
             if holds_image(given):
-                image = image_in(given, local=False)
-                parts.append({"type": "image", "image": image})
+                # It is decoded with the prompt, where it keeps nobody waiting.
+                source = source_in(given, local=False)
+                parts.append({"type": "image", "image": source})
                 continue
         except PromptError as error:
             raise RequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ import PIL.Image
 import pytest
 
 from specdec.errors import PromptError
-from specdec.prompts import images
-from specdec.prompts.images import holds_image, image_in, read_file, read_image
+from specdec.prompts import PromptLimit, images
+from specdec.prompts.encode import check_messages
+from specdec.prompts.images import (
+    holds_image,
+    image_in,
+    read_file,
+    read_image,
+    source_in,
+)
+from specdec.server.conversation import content_of
+from specdec.server.schema import Notes
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -74,6 +84,8 @@ def test_an_image_is_turned_as_its_camera_says() -> None:
         ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "an image is not"),
         ({"type": "image_url", "image_url": None}, "an image is not None"),
         ({"type": "image", "image": "nothing.png"}, "nothing.png: No such file"),
+        ({"type": "image", "image": "~nobody-here/a.png"}, "home directory"),
+        ({"type": "image", "image": "/dev/zero"}, "/dev/zero: "),
         ({"type": "image_url", "image_url": "data:image/png,abc"}, "base64"),
         ({"type": "image_url", "image_url": "data:image/png;base64,%%"}, "damaged"),
         ({"type": "image", "source": {"type": "base64", "data": 5}}, "damaged"),
@@ -100,7 +112,7 @@ def test_http_opens_no_file(tmp_path: Path) -> None:
     assert read_file(file).digest == read_image(PIXELS).digest
     for value in (str(file), PNG, PIXELS):
         with pytest.raises(PromptError, match="an image is not"):
-            image_in({"type": "image", "image": value}, local=False)
+            source_in({"type": "image", "image": value}, local=False)
 
 
 def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,3 +134,31 @@ def test_an_animation_is_refused() -> None:
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
     with pytest.raises(PromptError, match="animated"):
         read_image(file.getvalue())
+
+
+def test_a_request_is_parsed_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop decodes images, and answers nobody meanwhile."""
+    monkeypatch.setattr(images, "read_image", lambda _: pytest.fail("decoded"))
+    part = {"type": "image_url", "image_url": {"url": URL}}
+    content = content_of([part], "content", Notes())
+    assert content == [{"type": "image", "image": PNG}]
+    with pytest.raises(PromptError, match="not supported"):
+        check_messages([{"role": "user", "content": content}], PromptLimit(), [])
+
+
+def test_all_images_of_a_prompt_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred images within their bounds take 19 GB."""
+    limit: Any = PromptLimit(images=object())  # type: ignore[arg-type]
+    part = {"type": "image", "image": PIXELS}
+    module = sys.modules[check_messages.__module__]
+    monkeypatch.setattr(module, "MAX_ALL_PIXELS", 2 * 600)
+    for count in (2, 3):
+        messages = [{"role": "user", "content": [part] * count}]
+        if count == 2:
+            check_messages(messages, limit, [])
+            continue
+        with pytest.raises(PromptError, match="more than 1200 pixels"):
+            check_messages(messages, limit, [])
+    damaged = [part, {"type": "image", "image": PNG[:100]}]
+    with pytest.raises(PromptError, match="image 2: it is damaged"):
+        check_messages([{"role": "user", "content": damaged}], limit, [])
