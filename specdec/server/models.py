@@ -138,6 +138,9 @@ class Models(Replicas):
                 needed -= size[each.index]
         return False
 
+    def _like(self, replica: Replica) -> Sequence[Replica]:
+        return [replica]
+
     async def _once(self, replica: Replica) -> None:
         """Run a model's process until it ends."""
         name = self.offers[replica.index].name
@@ -174,6 +177,8 @@ class ModelsFront(Front):
             raise RequestError.stopping()
         chosen = self.replicas.named(question.model)
         with self.counted(chosen):
+            if chosen in tried:  # it is ending
+                await asyncio.sleep(_LOOK)
             await self.replicas.load(chosen)
             yield chosen
 

@@ -70,6 +70,7 @@ class Replica(Place):
         starts: how often it was started.
         described: its own description of what it serves.
         process: its process, while there is one.
+        patience: seconds that it may take to become ready; ``None``: any number.
         suspect: it has not answered a check in time.
         doubt: set to have it checked now.
     """
@@ -81,6 +82,7 @@ class Replica(Place):
         self.starts = 0
         self.described = ""
         self.process: asyncio.subprocess.Process | None = None
+        self.patience: float | None = None
         self.suspect = False
         self.doubt = asyncio.Event()
         self._abandoned = 0
@@ -171,8 +173,6 @@ class Replicas:
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        # Seconds that a replica may take to become ready; None until one was ready.
-        self._patience: float | None = None
 
     def _make_folder(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="specdec-")  # only this user can enter
@@ -239,9 +239,14 @@ class Replicas:
             if not was_ready:
                 await asyncio.sleep(pause)
 
+    def _like(self, replica: Replica) -> Sequence[Replica]:
+        """The replicas that load what this one has loaded."""
+        return self.all
+
     async def _run(self, replica: Replica) -> tuple[bool, int]:
         """Run a replica until it ends; return whether it was ready, and exit code."""
         path = os.path.join(self._folder, f"{replica.index}-{replica.starts}")
+        replica.starts += 1
         command = self._start(replica.index, path)
         process = await asyncio.create_subprocess_exec(
             *command.arguments,
@@ -252,7 +257,6 @@ class Replicas:
             start_new_session=True,
         )
         replica.process = process
-        replica.starts += 1
         was_ready = False
         try:
             assert process.stdin is not None
@@ -262,16 +266,18 @@ class Replicas:
                 process.terminate()
             begun, line = time.monotonic(), b""
             try:
-                async with asyncio.timeout(self._patience):
+                async with asyncio.timeout(replica.patience):
                     line = await process.stdout.readline()
             except TimeoutError:
                 log.warning("replica %d does not become ready", replica.index)
                 process.kill()
             if line:
                 was_ready = True
-                if self._patience is None:
+                if replica.patience is None:
                     took = time.monotonic() - begun
-                    self._patience = max(_LEAST_LOADING, _TIMES_AS_LONG * took)
+                    patience = max(_LEAST_LOADING, _TIMES_AS_LONG * took)
+                    for each in self._like(replica):
+                        each.patience = patience
                 replica.described = line.decode().strip()
                 replica.begin_anew()
                 if replica.starts > 1:

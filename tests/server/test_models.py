@@ -155,6 +155,27 @@ def test_one_that_cannot_be_loaded(tmp_path: Path) -> None:
         assert ask(client, "b").json()["pid"] != process.pid
 
 
+def test_one_that_cannot_be_started() -> None:
+    """The request waits for ever, and the program is tried twenty times a second."""
+
+    def start(index: int, path: str) -> Command:
+        return Command(["/nothing/here"], {}, b"")
+
+    with served(4, start=start) as (client, models):
+        answer = ask(client, "a")
+        assert answer.status_code == 500
+        assert "No such file" in answer.json()["error"]["message"]
+        assert models.all[0].starts == 1
+
+
+def test_one_model_may_load_longer_than_another() -> None:
+    """The second has to be downloaded, and is killed after the time of the first."""
+    with served(4, 4) as (client, models):
+        assert ask(client, "a").status_code == 203
+        assert models.all[0].patience is not None
+        assert models.all[1].patience is None
+
+
 def test_the_end_ends_all() -> None:
     """A process that is left over, with the memory of a GPU."""
     with served(4, 4) as (client, models):
