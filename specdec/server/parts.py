@@ -9,7 +9,7 @@ from typing import Any
 
 from .encoding import Encoded
 from .job import Call, Piece, Tools
-from .tool_calls import CallFormat, format_of, in_string
+from .tool_calls import CallFormat, format_of
 
 log = logging.getLogger("specdec.server")
 
@@ -104,11 +104,11 @@ class Parts:
     def _first(self, markers: Iterable[str]) -> tuple[int, str | None]:
         """The first marker in the buffer that counts there; the longest of several."""
         places = [
-            (self._buffer.find(marker), -len(marker), marker)
+            (place.start(), -len(marker), marker)
             for marker in markers
-            if marker in self._buffer
+            for place in re.finditer(re.escape(marker), self._buffer)
+            if self._counts(marker, place.start())
         ]
-        places = [place for place in places if self._counts(place[2], place[0])]
         return (min(places)[0], min(places)[2]) if places else (-1, None)
 
     def _held(self, markers: Iterable[str]) -> int:
@@ -128,8 +128,7 @@ class Parts:
             if marker == self._marks[1]:  # a call that is only thought about
                 return self._thinking
             assert self._format is not None
-            text = self._call + self._buffer[:at]
-            return not (self._format.is_json and in_string(text))
+            return not self._format.in_value(self._call + self._buffer[:at])
         # A marker with a bar is a token that no explanation has.
         if marker != self._marks[0] or "|" in marker or self._state == "header":
             return True
@@ -139,7 +138,7 @@ class Parts:
         if self._state == "tool":
             closed = marker if marker != self._marks[1] else ""
             yield from self._called(closed, cut=False)
-            if closed and self._state == "reasoning":  # it was no call
+            if closed and not self._fresh and state != "header":  # it was no call
                 return
         elif self._state == "header" and state == "message":
             yield from self._message()

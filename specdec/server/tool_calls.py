@@ -7,6 +7,7 @@ that was cut must be told from a whole one. mlx-lm's parsers read the others.
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Literal
 
 from ..errors import reason_of
@@ -99,33 +100,56 @@ class CallFormat:
         else:
             calls, rest = self._read_parsed(text, functions, cut=cut)
         if not calls and not cut and "[" in self.bare:  # Llama 4 writes either
-            calls, rest = _parsed(_parser("pythonic"), text, functions), ""
+            calls, rest = _parsed(_pythonic, text, functions), ""
         return (calls, rest) if calls else ([], text)
 
     def _read_parsed(
         self, text: str, functions: Functions, *, cut: bool
     ) -> tuple[list[Written], str]:
         assert self.parse is not None
-        if not cut:
-            return _parsed(self.parse, text, functions), ""
-        size = text.rfind(self.last) + len(self.last) if self.last else 0
-        whole = text[:size]
-        # Within a value, the text that ends a call is text.
-        tags = _VALUE.findall(whole)
-        if size < len(self.last) or 2 * tags.count("/") != len(tags):
+        ends = [0, len(text)]
+        if self.last:
+            marks = re.finditer(f"{_VALUE.pattern}|{re.escape(self.last)}", text, re.S)
+            ends[1:] = [mark.end() for mark in marks if mark[0] == self.last]
+        elif cut:
             return [], text
-        return _parsed(self.parse, whole, functions) if whole else [], text[size:]
+        calls: list[Written] = []
+        for at, end in pairwise(ends):
+            more = _parsed(self.parse, text[at:end], functions)
+            if not more or self._loses(text[at:end], more):
+                return [], text
+            calls += more
+        return calls, text[ends[-1] :].lstrip()
+
+    def _loses(self, text: str, calls: Sequence[Written]) -> bool:
+        """Whether a parser of mlx-lm has left values out, or parts of one."""
+        if self.parse is _pythonic:
+            return False
+        values = [*_VALUE.finditer(text)]
+        count = sum(value["tag"] not in (None, "json") for value in values)
+        read = sum(len(json.loads(call.arguments)) for call in calls)
+        return read < count or bool(_TAG.search(_VALUE.sub(_if_open, text)))
+
+    def in_value(self, text: str) -> bool:
+        """Whether the text of a call ends within a value, where markers are text."""
+        if self.is_json:
+            return len(_QUOTE.findall(text)) % 2 == 1
+        pattern = _LITERAL if self.parse is _pythonic else _VALUE
+        return any(value["open"] is not None for value in pattern.finditer(text))
 
     def _read_json(self, text: str, *, cut: bool) -> tuple[list[Written], str]:
+        # Where calls have no end of their own, the next one's marker follows.
+        again = re.escape(self.start) or "(?!)"
+        separators = re.compile(f"(?:{again}|{_SEPARATOR})*")
         calls: list[Written] = []
         at = 0
         while True:
-            begin = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
+            begin = separators.match(text, at).end()  # type: ignore[union-attr]
             if begin == len(text):
                 return calls, ""
             call, end = self._one(text, begin, cut=cut)
             if call is None:
-                return calls, text[at:].lstrip()
+                return calls, text[at if cut else begin :].lstrip()
             calls.append(call)
             at = end
 
@@ -224,9 +248,9 @@ _ALPHABET = string.ascii_letters + string.digits
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 _NUMBERED = re.compile(r"functions\.[\w.-]+:\d+")
 #: What may stand between calls that are JSON, and around them.
-_SEPARATORS = re.compile(
-    r"(?:[\s\[\],;]|```|\[TOOL_CALLS\]|functools|</?tool_call>|<\|python_\w+\|>"
-    r"|<\|tool_call_end\|>|<\uff5ctool\u2581call\u2581end\uff5c>)*"
+_SEPARATOR = (
+    r"[\s\[\],;]|```|functools|</?tool_call>|<\|tool_call_end\|>"
+    r"|<\uff5ctool\u2581call\u2581end\uff5c>"
 )
 #: The beginning of a call that is a JSON object, up to its arguments.
 _OBJECT_HEAD = re.compile(
@@ -235,15 +259,28 @@ _OBJECT_HEAD = re.compile(
 )
 #: No JSON value, which ``None`` is.
 _NONE = object()
-#: The tags around the value of an argument.
-_VALUE = re.compile(r"<(/?)(?:atem:)?parameter\b")
+#: A value between marks, up to the first mark that ends it; ``open``: nothing does.
+_VALUE = re.compile(
+    r"(?:<(?:longcat_)?arg_key>[^<]*</(?:longcat_)?arg_key>\s*)?"
+    r"(?:<(?:\|open\|>)?"
+    r"(?P<tag>(?:atem:)?param(?:eter)?|(?:longcat_)?arg_value|argument|json)\b"
+    r'|(?P<quote><escape>|<\|"\|>))'
+    r"(?:.*?(?:<(?:/|\|close\|>)(?P=tag)(?:>|<\|sep\|>)|(?P=quote))|(?P<open>.*))",
+    re.DOTALL,
+)
+#: A mark that belongs to no value.
+_TAG = re.compile(
+    r"</?(?:(?:atem:)?param(?:eter)?|(?:longcat_)?arg_(?:key|value))\b"
+    r"|<\|(?:open|close)\|>argument\b"
+)
+#: A text of Python; line breaks may be raw.
+_LITERAL = re.compile(
+    r"""(?P<quote>\"{3}|'{3}|"|')"""
+    r"(?:(?:\\.|(?!(?P=quote))[^\\])*(?P=quote)|(?P<open>.*))",
+    re.DOTALL,
+)
 _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')
 _DECODER = json.JSONDecoder(strict=False)  # models write raw line breaks in texts
-
-
-def in_string(text: str) -> bool:
-    """Whether JSON text ends within a string."""
-    return len(_QUOTE.findall(text)) % 2 == 1
 
 
 def _nine(text: str) -> str:
@@ -320,13 +357,41 @@ def _parsed(
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
-def _parser(name: str) -> Callable[[str, list[Any]], Any]:
-    parse: Callable[[str, list[Any]], Any] = import_module(
-        f"mlx_lm.tool_parsers.{name}"
-    ).parse_tool_call
-    return parse
+def _if_open(value: re.Match[str]) -> str:
+    return "" if value["open"] is None else value[0]
 
 
+class _JSONNames(ast.NodeTransformer):
+    """JSON's constants within values of Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        constants = {"true": True, "false": False, "null": None}
+        return ast.Constant(constants[node.id]) if node.id in constants else node
+
+
+def _pythonic(text: str, functions: Functions) -> list[dict[str, Any]]:
+    """Calls as Python writes them. mlx-lm's parser guesses at what Python refuses."""
+    text = _LITERAL.sub(lambda literal: literal[0].replace("\n", "\\n"), text)
+    body = ast.parse(text.strip(), mode="eval").body
+    calls = []
+    for call in body.elts if isinstance(body, ast.List) else [body]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("it is no call with named arguments")
+        values = {
+            keyword.arg: ast.literal_eval(_JSONNames().visit(keyword.value))
+            for keyword in call.keywords
+        }
+        calls.append({"name": ast.unparse(call.func), "arguments": values})
+    return calls
+
+
+def _function_gemma(text: str, functions: Functions) -> Any:
+    """Gemma 4's form with other quotes; mlx-lm's own parser cannot nest."""
+    gemma4 = import_module("mlx_lm.tool_parsers.gemma4")
+    return gemma4.parse_tool_call(text.replace("<escape>", '<|"|>'))
+
+
+_PARSERS = {"pythonic": _pythonic, "function_gemma": _function_gemma}
 _OBJECT = '{"name": "$", "arguments": '
 _LLAMA = '{"name": "$", "parameters": '
 _DEEPSEEK_HEAD = re.compile(
@@ -444,5 +509,5 @@ def format_of(tokenizer: Any) -> CallFormat | None:
         parse, start = module.parse_tool_call, module.tool_call_start
         end = module.tool_call_end
     known = _FORMATS.get(name) or CallFormat(name, "")
-    reads = None if known.start else parse
+    reads = None if known.start else _PARSERS.get(name, parse)
     return replace(known, start=start, end=end or "", parse=reads)

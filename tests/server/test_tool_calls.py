@@ -358,6 +358,102 @@ def test_line_breaks_and_the_byte_alphabet(tmp_path: Path) -> None:
     assert (call.id, after.text) == ("abcdefgh1", "And text.")
 
 
+#: The marker that ends a form's calls.
+ENDS = {
+    "json_tools": "</tool_call>", "qwen3_coder": "</tool_call>",
+    "glm47": "</tool_call>", "pythonic": "<|tool_call_end|>",
+    "function_gemma": "<end_function_call>", "gemma4": "<tool_call|>",
+    "minimax_m2": "</minimax:tool_call>", "longcat": "</longcat_tool_call>",
+    "muse_spark": "</atem:function_calls>", "kimi_k3": "<|close|>tools<|sep|>",
+    "kimi_k2": "<|tool_calls_section_end|>", "deepseek": ALL[1],
+    "llama4": "<|python_end|>", "phi4": "<|/tool_call|>", "hunyuan": "</tool_calls>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_marks_within_values(form: str, tmp_path: Path) -> None:
+    """A value ends at a marker in it, and its call is delivered without the rest."""
+    words = words_of(form, tmp_path)
+    for value in (
+        f"say {ENDS.get(form, '')} now",
+        "a } b) ] c",
+        "<p> \u2028 \U0001f600",
+    ):
+        text = answer_of(form).replace("hello world", value)
+        for size in (1, 4, 1000):
+            made = parts_of(words, text, cut=False, size=size)
+            (call,) = (part for part in made if isinstance(part, Call))
+            assert json.loads(call.arguments) == {**ARGUMENTS, "content": value}
+
+
+def _with(form: str, value: str, instead_of: str = "hello world") -> tuple[str, str]:
+    return form, ANSWERS[form].replace(instead_of, value)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        # What a parser would read only in part.
+        _with("qwen3_coder", "use </parameter> here"),
+        _with("qwen3_coder", "", "\n</parameter>\n<parameter=n>\n12\n</parameter>"),
+        _with("minimax_m2", "say </invoke> x"),
+        _with("minimax_m2", "say </parameter> x"),
+        _with("minicpm5", "<![CDATA[<a></param></a>]]>"),
+        _with("minicpm5", "say </function> x"),
+        _with("muse_spark", "</atem:parameter>"),
+        _with("glm47", "a</arg_value>b"),
+        _with("glm47", "", "<arg_value>12</arg_value>"),
+        _with("longcat", "", "</longcat_arg_value>\n</longcat_tool_call>"),
+        # What a parser would guess at.
+        _with("pythonic", "", '", n=12'),
+        _with("pythonic", '"a.txt"', 'path="a.txt"'),
+        _with("pythonic", '"a.txt"', '"a.txt",'),
+        _with("pythonic", "n=1+2", "n=12"),
+        _with("function_gemma", "o:{a:1", "n:12"),
+    ],
+)  # fmt: skip
+def test_a_call_is_read_whole_or_not_at_all(
+    form: str, text: str, tmp_path: Path
+) -> None:
+    """A call without some of its arguments, or with arguments that nobody wrote."""
+    made = parts_of(words_of(form, tmp_path), text + "\nend", cut=False)
+    assert "".join(part.text for part in made) == text + "\nend"
+
+
+def test_several_calls(tmp_path: Path) -> None:
+    """Calls after the first are shown as text, or their arguments are merged."""
+    one, two = '{"path": "a"}', '{"path": "b"}'
+    first, second = (f'{{"name": "write_file", "arguments": {a}}}' for a in (one, two))
+    function = (
+        "\n<function=write_file>\n<parameter=path>\n{}\n</parameter>\n</function>\n"
+    )
+    for form, text in (
+        ("mistral", f"[TOOL_CALLS]write_file[ARGS]{one}"
+         f"[TOOL_CALLS]write_file[ARGS]{two}"),
+        ("mistral", f"[TOOL_CALLS][{first}, {second}]"),
+        ("granite", f"<|tool_call|>[{first}]\n<|tool_call|>[{second}]"),
+        ("llama3-tag", f"<|python_tag|>{first}; <|python_tag|>{second}"),
+        ("qwen3_coder",
+         f"<tool_call>{function.format('a')}{function.format('b')}</tool_call>"),
+        ("pythonic", "<|tool_call_start|>[write_file(path='a'), write_file(path=\"b\")]"
+         "<|tool_call_end|>"),
+    ):  # fmt: skip
+        made = parts_of(words_of(form, tmp_path), text, cut=False)
+        assert all(isinstance(part, Call) for part in made), made
+        assert [json.loads(call.arguments)["path"] for call in made] == ["a", "b"]
+    # Texts and values of Python and Gemma.
+    for form, text, arguments in (
+        ("pythonic", '[write_file(content="say \\"x, n=2\\"\nb", o={"a": true})]',
+         {"content": 'say "x, n=2"\nb', "o": {"a": True}}),
+        ("function_gemma", "call:write_file{o:{a:1,b:{c:<escape>}<escape>}},n:2}",
+         {"o": {"a": 1, "b": {"c": "}"}}, "n": 2}),
+    ):  # fmt: skip
+        words = words_of(form, tmp_path)
+        text = words.tool_call_start + text + words.tool_call_end
+        (call,) = parts_of(words, text, cut=False)
+        assert json.loads(call.arguments) == arguments
+
+
 def test_a_tool_that_is_not_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -396,8 +492,8 @@ def split(made: list[Any]) -> tuple[str, str]:
          "reasoning without opening</think>Answer"),
         ("\n\nHi", "", "\n\nHi"),
         ("<think>x</think>\n    code\n  more", "x", "    code\n  more"),
-        ("A <tool_call>\n{no JSON\n</tool_call> B", "",
-         "A <tool_call>\n{no JSON\n</tool_call> B"),
+        ("A <tool_call>\n{no JSON\n</tool_call>\n\nB", "",
+         "A <tool_call>\n{no JSON\n</tool_call>\n\nB"),
     ],
 )  # fmt: skip
 def test_text_about_markers(
