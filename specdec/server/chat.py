@@ -227,12 +227,11 @@ def _message(
         if thoughts := given.reasoning or given.reasoning_content:
             made["reasoning_content"] = thoughts
         calls = []
-        for i, call in enumerate(given.tool_calls):
+        for call in given.tool_calls:
             name, arguments = call.function.name, call.function.arguments
             called[call.id] = name
             if isinstance(arguments, str):
-                at = f"{where}.tool_calls[{i}].function.arguments"
-                arguments = arguments_of(arguments, at)
+                arguments = arguments_of(arguments)
             named = {"id": call.id} if call.id else {}
             function = {"name": name, "arguments": arguments}
             calls.append({"type": "function", **named, "function": function})

@@ -189,19 +189,17 @@ def _openai(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def arguments_of(text: str, where: str) -> dict[str, Any]:
-    """A call's arguments in the form that chat templates need."""
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments in the form that chat templates need.
+
+    What is no JSON object, as of a call that was cut, stands under ``arguments``.
+    """
     try:
         value = parse_json(text) if text.strip() else None
-    except DataError as error:
-        raise RequestError(f"{where}: {error}", field=where) from error
-    if value is not None and not isinstance(value, dict):
-        raise RequestError(
-            f"{where} is {quoted(value)}, not an object",
-            field=where,
-            code="invalid_type",
-        )
-    return value or {}
+    except DataError:
+        value = text
+    value = {} if value is None else value
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def text_of(

@@ -274,6 +274,8 @@ def _messages(
         else:
             take = _user if role == "user" else _assistant
             made += take(turn, called, notes)
+    if not made:
+        raise RequestError.invalid("messages", "messages have no content: add a text")
     return made
 
 

@@ -187,6 +187,12 @@ class _FunctionCall(CallPart):
     arguments: str
 
 
+class _CustomCall(CallPart):
+    call_id: str
+    name: str
+    input: str
+
+
 class _Output(CallPart):
     call_id: str
     output: str | list[ContentPart]
@@ -222,17 +228,22 @@ def _item(
             last["content"] = content
         else:
             made.append({"role": role, "content": content})
-    elif kind == "function_call":
-        call = read(_FunctionCall, item, notes, where)
+    elif kind in ("function_call", "custom_tool_call"):
+        call: _FunctionCall | _CustomCall
+        if kind == "function_call":
+            call = read(_FunctionCall, item, notes, where)
+            arguments = arguments_of(call.arguments)
+        else:
+            call = read(_CustomCall, item, notes, where)
+            arguments = {"input": call.input}
         called[call.call_id] = call.name
-        arguments = arguments_of(call.arguments, f"{where}.arguments")
         function = {"name": call.name, "arguments": arguments}
         if last is None:
             last = {"role": "assistant", "content": ""}
             made.append(last)
         written = {"type": "function", "id": call.call_id, "function": function}
         last.setdefault("tool_calls", []).append(written)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output = read(_Output, item, notes, where)
         content = content_of(output.output, f"{where}.output", notes, _TEXTS)
         result = {"role": "tool", "tool_call_id": output.call_id, "content": content}

@@ -156,3 +156,54 @@ def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
         assert turn["reasoning_content"] == "FIRST\n\nSECOND"
         assert turn["content"] == "t"
         assert len(turn["tool_calls"]) == 1
+
+
+def test_calls_of_any_history_reach_the_prompt(tmp_path: Path) -> None:
+    """A call that was cut, or a custom tool's, ends the conversation with 400."""
+    from specdec.server import chat, responses
+
+    with running(tiny_decoder(tmp_path)) as server:
+        for written, shown in (
+            ('{"a": 1}', {"a": 1}), ("", {}), ("null", {}),
+            ('{"a": "cut', {"arguments": '{"a": "cut'}), ("[1]", {"arguments": "[1]"}),
+            ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
+        ):  # fmt: skip
+            function = {"name": "f", "arguments": written}
+            call = {"id": "c", "type": "function", "function": function}
+            turns = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "r"},
+            ]
+            items: list[Any] = [
+                {"role": "user", "content": "a"},
+                {"type": "function_call", "call_id": "c", **function},
+                {"type": "function_call_output", "call_id": "c", "output": "r"},
+            ]
+            made: list[Any] = [
+                chat.parse({"messages": turns}, server.service).job.sources[0],
+                responses.parse({"input": items}, server.service).job.sources[0],
+            ]
+            for parsed in made:
+                (said,) = parsed.messages[1]["tool_calls"]
+                assert said["function"] == {"name": "f", "arguments": shown}
+            ask(server, "chat/completions", turns)
+        items[1:] = [
+            {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "***"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "r"},
+        ]
+        made = [responses.parse({"input": items}, server.service).job.sources[0]]
+        (said,) = made[0].messages[1]["tool_calls"]
+        assert said["function"] == {"name": "f", "arguments": {"input": "***"}}
+        assert made[0].messages[2]["content"] == "r"
+
+
+def test_messages_without_content(tmp_path: Path) -> None:
+    """Turns without blocks leave no message, which ended in a 500."""
+    with running(tiny_decoder(tmp_path)) as server:
+        for path in ("messages", "messages/count_tokens"):
+            body = {"model": "tiny", "max_tokens": 1, "messages": [
+                {"role": "user", "content": []}]}  # fmt: skip
+            made = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+            assert made.status_code == 400
+            assert "no content" in made.text
