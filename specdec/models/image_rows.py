@@ -178,15 +178,29 @@ class RowImages:
     ) -> dict[str, mx.array]:
         """What a forward of a chunk takes besides its tokens, of shape (B, S)."""
         within = self._within(done, valid)
+        each = self._embedded(model, tokens, done, valid, within) if within else []
+        # What layers read is set last: after an error, other rows would read it.
         self._set_positions(done, tokens.shape[1], within)
-        if not within:
+        if not each:
             return {}
+        if self._inputs is not None:
+            self._inputs.added = each[1:]
+        return {"input_embeddings": each[0]}
+
+    def _embedded(
+        self,
+        model: nn.Module,
+        tokens: mx.array,
+        done: Sequence[int],
+        valid: Sequence[int],
+        within: Sequence[tuple[int, PlacedImage]],
+    ) -> list[mx.array]:
+        """The input of the first layer, and what is added to outputs of layers."""
         assert self._encoder is not None
         trunk: Any = model
         for name in path_to_trunk(model, "the target", "reading images"):
             trunk = trunk[name]
         embedded: mx.array = trunk.embed_tokens(tokens)
-        # The first is the input of the first layer, others are added to outputs.
         each = [embedded]
         for row, image in within:
             first, end = done[row], done[row] + valid[row]
@@ -202,9 +216,7 @@ class RowImages:
                     each.append(mx.zeros_like(embedded))
                 for into, part in zip(each, rows, strict=True):
                     into[row, mx.array(columns)] = part.astype(into.dtype)
-        if self._inputs is not None:
-            self._inputs.added = each[1:]
-        return {"input_embeddings": embedded}
+        return each
 
     def _set_positions(
         self,

@@ -88,23 +88,29 @@ def calling(module: nn.Module, called: Called) -> nn.Module:
 
     Args:
         called: gets the module's own ``__call__`` as a function, and the arguments of
-            the call.
+            the call. The module may be such a twin itself.
     """
-    twin: Any = as_kind(module, _calling(type(module)))
-    vars(twin)["_called"] = called
-    made: nn.Module = twin
-    return made
+    kind = _calling(type(module))
+    twin: nn.Module = as_kind(module, kind)
+    vars(twin)[_call_of(kind)] = called
+    return twin
+
+
+def _call_of(kind: type) -> str:
+    """The attribute with the call of a twin's class; each twin of a twin has one."""
+    return f"_called_{len(kind.__mro__)}"
 
 
 @cache
 def _calling(kind: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         usual: Any = super(twin, self).__call__
-        return vars(self)["_called"](usual, args, kwargs)
+        return vars(self)[name](usual, args, kwargs)
 
     twin: Any = type(
         kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__}
     )
+    name = _call_of(twin)
     return twin
 
 

@@ -20,6 +20,7 @@ from specdec.errors import PromptError
 from specdec.models import image_rows, vision
 from specdec.models.loading import load
 from specdec.prompts.images import Image
+from tests.models.architectures import Guesses
 from tests.plain import AT_ONCE, BEHIND
 
 from .folders import FAMILIES, random_image, write_vision_folder
@@ -162,6 +163,54 @@ def test_every_token_is_mlx_vlms(
         ids, expected = by_mlx_vlm(decoder, model, prompt)
         assert list(decoder._encode(prompt).token_ids) == ids
         assert result.token_ids == expected
+
+
+def test_a_draft_may_read_layers_that_images_reach(
+    folders: Callable[[str], Any],
+) -> None:
+    """A layer that is recorded loses what DeepStack adds to its output."""
+    folder, model = folders("qwen3_vl")
+    config = EngineConfig(batch_size=3, num_draft_tokens=2)
+    decoder = SpecDecoder(
+        load(str(folder)), drafter=lambda context: Guesses([], (0, 1)), config=config
+    )
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
+        assert result.drafted > 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["embedded", "in-a-forward"])
+def test_an_image_that_fails_ends_its_request_alone(
+    folders: Callable[[str], Any], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that join with it or run are lost, or read the positions of its chunk."""
+    folder, model = folders("qwen3_vl")
+    usual = vision.ImageEncoder.embeddings_of
+    fails = True
+
+    def embeddings_of(self: Any, image: Image) -> mx.array:
+        if fails and image.digest == SQUARE.digest:
+            raise PromptError("the model does not take this image")
+        return usual(self, image)
+
+    monkeypatch.setattr(vision.ImageEncoder, "embeddings_of", embeddings_of)
+    if late:
+        monkeypatch.setattr(image_rows.RowImages, "encode", lambda *_: iter(()))
+    decoder = decoder_of(folder, batch_size=2, num_draft_tokens=0, prefill_step_size=4)
+    texts = said("one"), said("a text that goes on for longer")
+    prompts = [*texts, PROMPTS[2], PROMPTS[0], PROMPTS[3]]
+    lengths = [2, *[MAX_TOKENS] * 4]
+    results = decoder.generate(prompts, [SamplingParams(max_tokens=n) for n in lengths])
+    assert [r.finish_reason == "error" for r in results] == [False] * 2 + [
+        True, False, True,
+    ]  # fmt: skip
+    for i in (2, 4):
+        assert "does not take this image" in str(results[i].error)
+    fails = False
+    for i in (0, 1, 3):
+        expected = by_mlx_vlm(decoder, model, prompts[i])[1]
+        assert results[i].token_ids == expected[: lengths[i]]
 
 
 def by_masks(
