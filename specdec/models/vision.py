@@ -106,7 +106,7 @@ class ImageEncoder:
     def __init__(self, folder: Path, config: Mapping[str, Any], name: str):
         self._folder, self.config, self._name = folder, config, name
         self._family = _FAMILIES[str(config["model_type"])]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._processor: Any = None
         self._tower: nn.Module | None = None
         self._inputs: OrderedDict[str, _Inputs] = OrderedDict()
@@ -115,7 +115,8 @@ class ImageEncoder:
     @property
     def marker(self) -> str:
         """The text that the chat template writes for an image."""
-        return str(getattr(self._loaded_processor(), self._family.marker))
+        with self._lock:
+            return str(getattr(self._loaded_processor(), self._family.marker))
 
     @property
     def token(self) -> int:
@@ -124,7 +125,8 @@ class ImageEncoder:
             token = self.config.get(key)
             if isinstance(token, int):
                 return token
-        return int(self._loaded_processor().image_token_id)
+        with self._lock:
+            return int(self._loaded_processor().image_token_id)
 
     def text_of(self, image: Image) -> str:
         """What stands for the marker of an image in a prompt.
@@ -414,12 +416,22 @@ class _Recorder:
         return self._tokenizer(text, **options)
 
 
+#: Held while mlx-vlm changes what all threads share.
+_importing = threading.RLock()
+
+
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Undo what an import of mlx-vlm changes in transformers and the environment.
 
-    It lets ``AutoProcessor`` run a model's own code, and sets how much is logged.
+    It lets ``AutoProcessor`` run a model's own code, and sets how much is logged. One
+    thread at a time: another would take the changes for what was there before.
     """
+    with _importing:
+        yield from _restoring()
+
+
+def _restoring() -> Iterator[None]:
     environment = dict(os.environ)
     # It advises to install PyTorch.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"

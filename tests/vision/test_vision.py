@@ -7,13 +7,16 @@ random logits lie further apart.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import PIL.Image
 import pytest
+from transformers import AutoProcessor
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.errors import PromptError
@@ -418,3 +421,51 @@ def test_a_target_that_reads_text_only(tmp_path: Path) -> None:
     decoder.tokenizer.chat_template = "{% for m in messages %}x{% endfor %}"
     with pytest.raises(PromptError, match="reads text only"):
         decoder.generate([said("look", WIDE, "?")])
+
+
+def test_threads_do_not_keep_what_mlx_vlm_changes() -> None:
+    """A thread takes another's changes for what was there before, and restores them."""
+    usual = vars(AutoProcessor)["from_pretrained"]
+    entered, both, left = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with vision._as_before():
+            AutoProcessor.from_pretrained = None
+            entered.set()
+            both.wait(0.2)
+        left.set()
+
+    def second() -> None:
+        entered.wait()
+        with vision._as_before():
+            both.set()
+            left.wait()
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert vars(AutoProcessor)["from_pretrained"] is usual
+
+
+def test_threads_load_one_processor(
+    folders: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests at once load it twice, and one of the two is dropped in use."""
+    encoder = vision.image_encoder(load(str(folders("mistral3")[0])))
+    assert encoder is not None
+    usual, loads, again = vision._mlx_vlm, [], threading.Event()
+
+    def loading(*arguments: Any) -> Any:
+        loads.append(arguments)
+        if len(loads) > 1:
+            again.set()
+        again.wait(0.2)
+        return usual(*arguments)
+
+    monkeypatch.setattr(vision, "_mlx_vlm", loading)
+    with ThreadPoolExecutor(2) as pool:
+        markers = list(pool.map(lambda _: encoder.marker, range(2)))
+    assert markers == ["[IMG]"] * 2
+    assert len(loads) == 1
