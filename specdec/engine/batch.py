@@ -153,12 +153,13 @@ class DecodeBatch(Rounds):
             self._observe(self._following(), self._target.written)
             if more:
                 yield
-        for i in () if scores is None else scores.rows:
-            if (scored := self.slots[i]) is not None and scores is not None:
-                scored.prompt_logprobs = scores.of(i)
-        for request, reused in zip(self.slots, self._target.reused, strict=True):
+        for i, (request, reused) in enumerate(
+            zip(self.slots, self._target.reused, strict=True)
+        ):
             if request is not None:
                 request.prefix_tokens = reused
+                if scores is not None and i in scores.rows:
+                    request.prompt_logprobs = scores.of(i)
         first = self.dispatch(Plan(0, self._no_draft(), first=True))
         self._in_flight.append(first)
         self._observe(first.decision.accepted.chosen, [1] * len(self.slots))
@@ -172,9 +173,8 @@ class DecodeBatch(Rounds):
         tops = [s.params.prompt_logprobs if s else None for s in self.slots]
         if all(top is None for top in tops):
             return None
-        runner = self._target.runner
         prompts = [s.prompt_tokens if s else NO_TOKENS for s in self.slots]
-        return PromptScores(runner.model, runner.name, prompts, tops)
+        return PromptScores(self._target.runner, prompts, tops)
 
     def _following(self) -> mx.array:
         """The token after each token of the prompts' last chunk, shape (B, S)."""

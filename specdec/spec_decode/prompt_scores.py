@@ -35,8 +35,7 @@ class PromptScores:
     than a slice of logits exists.
 
     Args:
-        model: the target.
-        name: its name, for messages.
+        target: runs the target.
         prompts: the rows' prompts.
         tops: for each row, how many of the likeliest tokens are reported for each
             position; ``None``: the row is not scored.
@@ -47,12 +46,12 @@ class PromptScores:
 
     def __init__(
         self,
-        model: nn.Module,
-        name: str,
+        target: ModelRunner,
         prompts: Sequence[Sequence[int]],
         tops: Sequence[int | None],
     ):
-        self._ends = TargetEnds(model, name)
+        self._ends = TargetEnds(target.model, target.name)
+        self._slice = max(1, _SLICE_BYTES // (4 * target.vocab_size))
         self._prompts = prompts
         self._tops = tops
         self._states: list[mx.array] = []
@@ -91,22 +90,14 @@ class PromptScores:
             first, count = done[row], valid[row]
             following = self._prompts[row][first + 1 : first + count + 1]
             top = self._tops[row] or 0
-            at = 0
-            while at < len(following):
-                # The vocabulary's size is known once there are logits.
-                size = self._slice_tokens(states)
-                tokens = following[at : at + size]
+            for at in range(0, len(following), self._slice):
+                tokens = following[at : at + self._slice]
                 part = states[row : row + 1, at : at + len(tokens)]
                 scored = Logprobs.of(
                     self._ends.logits(part), mx.array([tokens], mx.int32), top
                 )
                 mx.async_eval(scored.chosen, scored.top_ids, scored.top)
                 made.append(scored)
-                at += len(tokens)
-
-    def _slice_tokens(self, states: mx.array) -> int:
-        vocab_size = self._ends.logits(states[:1, :1]).shape[-1]
-        return max(1, _SLICE_BYTES // (4 * int(vocab_size)))
 
     def of(self, row: int) -> list[TokenLogprobs | None]:
         """The entries of a row's prompt; ``None`` for its first token."""

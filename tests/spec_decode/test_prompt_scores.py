@@ -36,7 +36,7 @@ def test_each_position_of_a_prompt(
     store = PrefixStore(block_size=4, memory=10**7)
     runner = ModelRunner(model, "it", EngineConfig(prefill_step_size=8), AT_ONCE, store)
     for _ in range(2):  # prefixes are stored by now, and may not be used
-        scores = PromptScores(runner.model, "it", PROMPTS, TOPS)
+        scores = PromptScores(runner, PROMPTS, TOPS)
         rows = runner.rows([p[:-1] for p in PROMPTS], max_round=4, max_length=64)
         for _ in rows.prefill(scores):
             pass
