@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ..errors import ModelError, PromptError, UnsupportedModelError
 from ..prompts.images import Image
 from ..utils.extras import install
 from ..utils.printable import shorten
+from .folder import read_arrays, weight_files
 from .image_rows import Sections
 from .layers import arrays_of
 from .loaded import Described, LoadedModel
@@ -214,11 +216,10 @@ class ImageEncoder:
     def _bytes(self) -> int:
         return sum(rows.nbytes for rows in self._embeddings.values())
 
-    @property
+    @cached_property
     def signature(self) -> str:
         """Names the tower's weights, for keys of prefixes; other files change it."""
-        files = sorted(self._folder.glob("*.safetensors"))
-        status = [(file.name, file.stat()) for file in files]
+        status = [(file.name, file.stat()) for file in weight_files(self._folder)]
         shown = [(name, each.st_size, each.st_mtime_ns) for name, each in status]
         settings = sorted(self._folder.glob("*processor_config.json"))
         text = repr(shown) + "".join(file.read_text("utf-8") for file in settings)
@@ -329,11 +330,8 @@ def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.
     model_config = utils.update_module_configs(model_config, module, settings, parts)
     model: nn.Module = module.Model(model_config)
     dimension = model_config.text_config.hidden_size
-    weights: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        stored: Any = mx.load(str(file))  # lazy: what is not used is not read
-        weights |= stored
-    weights = {k: v for k, v in weights.items() if not k.startswith(_TEXT_KEYS)}
+    stored = read_arrays(weight_files(folder), str(folder))
+    weights = {k: v for k, v in stored.items() if not k.startswith(_TEXT_KEYS)}
     if not weights:
         raise UnsupportedModelError(
             f"{folder} has no weights of an image tower: take a conversion that has"

@@ -7,6 +7,8 @@ random logits lie further apart.
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -394,6 +396,23 @@ def test_prefixes_know_images_by_their_content(
         assert found[1][0] > 200
         assert found[1][1] == 0
     assert found[0][1] == found[2][1] == 0
+
+
+def test_a_tower_has_the_weights_of_its_model(
+    folders: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """A file that was left in the folder, and is no part of the model, is read."""
+    folder, _ = folders("mistral3")
+    stray = tmp_path / "stray"
+    shutil.copytree(folder, stray)
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    index = {"weight_map": dict.fromkeys(arrays, "model.safetensors")}
+    (stray / "model.safetensors.index.json").write_text(json.dumps(index))
+    old = {name: array + 1 for name, array in arrays.items()}
+    mx.save_safetensors(str(stray / "model_old.safetensors"), old)
+    encoders = [vision.image_encoder(load(str(each))) for each in (folder, stray)]
+    one, other = (e.embeddings_of(WIDE) for e in encoders if e is not None)
+    assert mx.array_equal(one, other).item()
 
 
 @pytest.mark.parametrize(
