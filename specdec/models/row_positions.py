@@ -30,12 +30,11 @@ def own_layers(trunk: Any) -> list[Any]:
 
 def with_attention(model: Any, kind: type) -> nn.Module:
     """A twin that shares all weights; its layers' attention is of this class."""
-    twin = as_kind(model, type(model))
+    twin: nn.Module = as_kind(model, type(model))
     twin["model"] = trunk = as_kind(model.model, type(model.model))
     for layer in own_layers(trunk):
         layer["self_attn"] = mixed(layer.self_attn, kind)
-    made: nn.Module = twin
-    return made
+    return twin
 
 
 def of_rows(cache: Any) -> bool:
@@ -80,10 +79,9 @@ class _AFM7(nn.Module):
 
 
 def _afm7(model: Any) -> nn.Module:
-    twin = as_kind(model, type(model))
+    twin: nn.Module = as_kind(model, type(model))
     twin["model"] = mixed(model.model, _AFM7)
-    made: nn.Module = twin
-    return made
+    return twin
 
 
 class _Gemma2Attention(nn.Module):
@@ -143,20 +141,18 @@ class _GPTBigCode(nn.Module):
 
 
 def _gpt_bigcode(model: Any) -> nn.Module:
-    twin = as_kind(model, type(model))
+    twin: nn.Module = as_kind(model, type(model))
     twin["transformer"] = trunk = mixed(model.transformer, _GPTBigCode)
     trunk["wpe"] = mixed(trunk.wpe, _PositionTable)
     vars(trunk.wpe)["rows"] = mx.zeros((1,), mx.int32)
-    made: nn.Module = twin
-    return made
+    return twin
 
 
 def _gpt2(model: Any) -> nn.Module:
-    twin = as_kind(model, type(model))
+    twin: nn.Module = as_kind(model, type(model))
     twin["model"] = trunk = as_kind(model.model, type(model.model))
     trunk["wpe"] = mixed(trunk.wpe, _PositionTable)
-    made: nn.Module = twin
-    return made
+    return twin
 
 
 class _Scaled(nn.Module):
@@ -205,7 +201,7 @@ class _Llama4Model(nn.Module):
 
 
 def _llama4(model: Any) -> nn.Module:
-    twin = as_kind(model, type(model))
+    twin: nn.Module = as_kind(model, type(model))
     twin["language_model"] = part = as_kind(
         model.language_model, type(model.language_model)
     )
@@ -216,8 +212,7 @@ def _llama4(model: Any) -> nn.Module:
             layer["self_attn"] = own = mixed(own, _Llama4Attention)
             own.attn_temperature_tuning = 0
             own["q_proj"] = _Scaled(own.q_proj)
-    made: nn.Module = twin
-    return made
+    return twin
 
 
 class _MiniMaxM3Attention(nn.Module):
@@ -268,7 +263,7 @@ class _MiniMaxM3Attention(nn.Module):
 
 
 def _minimax_m3(model: Any) -> nn.Module:
-    twin = as_kind(model, type(model))
+    twin: nn.Module = as_kind(model, type(model))
     twin["language_model"] = part = as_kind(
         model.language_model, type(model.language_model)
     )
@@ -276,8 +271,7 @@ def _minimax_m3(model: Any) -> nn.Module:
     for layer in own_layers(trunk):
         if layer.self_attn.is_sparse_attn:
             layer["self_attn"] = mixed(layer.self_attn, _MiniMaxM3Attention)
-    made: nn.Module = twin
-    return made
+    return twin
 
 
 class _Phi3SmallAttention(nn.Module):
