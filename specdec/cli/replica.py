@@ -60,7 +60,7 @@ def command(
 
     Args:
         loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`.
-        config: the server's config; the front checks its keys and origins.
+        config: the server's config; the router checks its keys and origins.
         quiet: the first one says nothing, either.
     """
     from ..server.replicas import Command

@@ -236,8 +236,8 @@ def _serve_by(
     quiet: bool,
 ) -> None:
     """Serve with replicas."""
-    from ..server.front import make_front
     from ..server.replicas import FirstReplicaError, Replicas
+    from ..server.router import make_router
     from ..server.running import run, url_of
     from .replica import command, environments
 
@@ -256,7 +256,7 @@ def _serve_by(
             show(f"specdec: {what} at {url_of(listener)}", err=True)
 
     stopping = partial(_show_stopping, config, quiet=quiet)
-    app = make_front(replicas, config)
+    app = make_router(replicas, config)
     failure = run(app, config.stop_timeout, listener, started, stopping, descriptors=2)
     if isinstance(failure, FirstReplicaError) and failure.code is not None:
         sys.exit(failure.code)  # the replica has said why

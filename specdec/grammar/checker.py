@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from ..utils.child import serve
@@ -54,8 +55,7 @@ def _main() -> None:
             return _with_stack(stack, lambda: validate(*grammar))
         if request["key"] != key or tokenizer is None:
             return None
-        made = tokenizer
-        matcher = _with_stack(stack, lambda: matcher_of(made, *grammar))
+        matcher = _with_stack(stack, partial(matcher_of, tokenizer, *grammar))
         return error_of(matcher)  # with a usual stack, as rows do it
 
     serve(check, memory=_MEMORY)

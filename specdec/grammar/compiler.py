@@ -70,12 +70,12 @@ class _Checkers:
                 self._give(child, key, words)
                 said = child.ask(request, COMPILE_SECONDS)
         except ChildError as error:
-            raise _refused(grammar, error) from error
+            raise _child_failed(grammar, error) from error
         finally:
             with self._lock:
                 self._idle.append(child)
         if said:
-            raise _refusal(grammar, said)
+            raise _unusable(grammar, said)
 
     def _give(self, child: Child, key: str, words: Words | None) -> None:
         """Give a child the tokenizer.
@@ -162,9 +162,9 @@ class GrammarCompiler:
                 llguidance is not installed, or does not support this kind of
                 tokenizer.
         """
-        if (kept := self.kept(grammar)) is not None:
-            return kept
-        return self._begun(_awaited(self._under_way(grammar), grammar))
+        if (state := self.kept(grammar)) is not None:
+            return state
+        return self._state(_awaited(self._under_way(grammar), grammar))
 
     def begin(self, grammar: Grammar) -> None:
         """Begin to compile a grammar that will probably be needed later.
@@ -172,7 +172,7 @@ class GrammarCompiler:
         This does nothing while ``AT_ONCE`` grammars are being compiled: this one may
         never be needed, and grammars that are needed would wait for it.
         """
-        if self.kept(grammar) is None and len(_begun_so_far) < AT_ONCE:
+        if self.kept(grammar) is None and len(_running) < AT_ONCE:
             self._under_way(grammar)
 
     def kept(self, grammar: Grammar) -> GrammarState | None:
@@ -181,16 +181,16 @@ class GrammarCompiler:
             if (fresh := self._kept.get(grammar)) is None:
                 return None
             self._kept.move_to_end(grammar)
-        return self._begun(fresh)
+        return self._state(fresh)
 
-    def _begun(self, fresh: LLMatcher) -> GrammarState:
+    def _state(self, fresh: LLMatcher) -> GrammarState:
         assert self._tokenizer is not None
         return GrammarState(fresh, (self._tokenizer.vocab_size + 31) // 32)
 
     def _under_way(self, grammar: Grammar) -> Future[LLMatcher]:
         seconds = COMPILE_SECONDS if self._bounded else None
         work = partial(self._compiled, grammar)
-        return _begun((self, grammar), work, _stack_bytes(grammar), seconds)
+        return _start((self, grammar), work, _stack_bytes(grammar), seconds)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         llguidance()
@@ -206,7 +206,7 @@ class GrammarCompiler:
                 self._tokenizer = tokenizer_of(self._words)
         fresh = matcher_of(self._tokenizer, grammar.kind, grammar.text)
         if said := error_of(fresh):
-            raise _refusal(grammar, said)
+            raise _unusable(grammar, said)
         with self._lock:
             self._kept[grammar] = fresh
             if len(self._kept) > _KEPT:
@@ -216,13 +216,13 @@ class GrammarCompiler:
 
 # Compilations under way: a second caller waits for the same one. The lock also guards
 # the stack size of new threads, which is global to the process.
-_begun_so_far: dict[object, Future[Any]] = {}
+_running: dict[object, Future[Any]] = {}
 _threads: set[threading.Thread] = set()
 _beginning = threading.Lock()
 _slots = threading.BoundedSemaphore(AT_ONCE)
 
 
-def _begun(
+def _start(
     key: object, work: Callable[[], LLMatcher], stack: int, seconds: float | None
 ) -> Future[LLMatcher]:
     """Compile in a thread with a deep stack, unless this compilation has begun.
@@ -245,12 +245,12 @@ def _begun(
                     future.set_exception(error)
             _slots.release()
         with _beginning:
-            del _begun_so_far[key]
+            del _running[key]
             _threads.discard(thread)
 
     with _beginning:
-        if (begun := _begun_so_far.get(key)) is not None:
-            return begun
+        if (earlier := _running.get(key)) is not None:
+            return earlier
         future: Future[LLMatcher] = Future()
         before = threading.stack_size(stack)
         thread = threading.Thread(target=run, name="specdec grammar", daemon=True)
@@ -264,7 +264,7 @@ def _begun(
         finally:
             threading.stack_size(before)
         _threads.add(thread)
-        _begun_so_far[key] = future
+        _running[key] = future
     return future
 
 
@@ -292,12 +292,12 @@ def _awaited(future: Future[LLMatcher], grammar: Grammar) -> LLMatcher:
     if isinstance(error, SpecdecError):
         raise error
     if error is not None:
-        raise _refusal(grammar, str(error)) from error
+        raise _unusable(grammar, str(error)) from error
     return future.result()
 
 
-def _refused(grammar: Grammar, error: ChildError) -> ConfigError:
-    """The refusal of a grammar that a child could not try."""
+def _child_failed(grammar: Grammar, error: ChildError) -> ConfigError:
+    """The error for a grammar that a child could not try."""
     simpler = "give a simpler one"
     match error.kind:
         case "late":
@@ -307,11 +307,11 @@ def _refused(grammar: Grammar, error: ChildError) -> ConfigError:
         case "start":
             said = f"cannot be tried: {error}"
         case "error":
-            return _refusal(grammar, str(error))
+            return _unusable(grammar, str(error))
     return ConfigError(f"the {grammar.name} {said}")
 
 
-def _refusal(grammar: Grammar, said: str) -> ConfigError:
+def _unusable(grammar: Grammar, said: str) -> ConfigError:
     # Leave out the matcher's internal state.
     said = said.replace("<non-verbose/>", "").replace("NoExtensionBias", "")
     said = said.strip() or "no text can follow it"

@@ -61,10 +61,10 @@ def _source(kind: str, text: str) -> str:
 
 def matcher_of(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     """A grammar compiled for a tokenizer; its error says what is wrong with it."""
-    made: LLMatcher = llguidance().LLMatcher(
+    matcher: LLMatcher = llguidance().LLMatcher(
         tokenizer, _source(kind, text), log_level=0, limits=_limits()
     )
-    return made
+    return matcher
 
 
 def error_of(matcher: LLMatcher) -> str:
@@ -115,7 +115,7 @@ def tokenizer_of(words: Words) -> LLTokenizer:
     Raises:
         Exception: it refuses this one.
     """
-    made: LLTokenizer = llguidance().LLTokenizer(
+    tokenizer: LLTokenizer = llguidance().LLTokenizer(
         words["backend"], n_vocab=words["n_vocab"], eos_token=words["ends"]
     )
-    return made
+    return tokenizer

@@ -109,11 +109,11 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-def _response(refusal: RequestError) -> bytes:
+def _response(error: RequestError) -> bytes:
     from starlette.responses import JSONResponse
 
-    response = JSONResponse(refusal.openai(), refusal.status, refusal.headers)
-    head = [b"HTTP/1.1 %d Service Unavailable" % refusal.status, b"Connection: close"]
+    response = JSONResponse(error.openai(), error.status, error.headers)
+    head = [b"HTTP/1.1 %d Service Unavailable" % error.status, b"Connection: close"]
     head += [b"%s: %s" % pair for pair in response.raw_headers]
     return b"\r\n".join([*head, b"", bytes(response.body)])
 

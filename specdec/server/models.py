@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from .config import ServerConfig
 from .errors import RequestError
-from .front import Front, app_of
 from .replicas import Replica, Replicas, Start
+from .router import Router, app_of
 from .routing import Question
 from .web import PATHS
 
@@ -158,7 +158,7 @@ class Models(Replicas):
             log.warning("model %s ended: its next request starts it again", name)
 
 
-class ModelsFront(Front):
+class ModelsRouter(Router):
     """Passes each request to the model that it names."""
 
     replicas: Models
@@ -201,23 +201,23 @@ class ModelsFront(Front):
 def make_models(models: Models, config: ServerConfig) -> Starlette:
     """A web application that passes each request to the model that it names."""
     routes = [Route("/v1/models", _list), Route("/v1/models/{name:path}", _one)]
-    return app_of(ModelsFront(models, config), routes, ("/", *PATHS))
+    return app_of(ModelsRouter(models, config), routes, ("/", *PATHS))
 
 
-def _front(request: Request) -> ModelsFront:
-    front: ModelsFront = request.app.state.service
-    return front
+def _router(request: Request) -> ModelsRouter:
+    router: ModelsRouter = request.app.state.service
+    return router
 
 
 async def _list(request: Request) -> Response:
-    front = _front(request)
-    data = [front.described(offer) for offer in front.replicas.offers]
+    router = _router(request)
+    data = [router.described(offer) for offer in router.replicas.offers]
     first, last = data[0]["id"], data[-1]["id"]
     more = {"has_more": False, "first_id": first, "last_id": last}
     return JSONResponse({"object": "list", "data": data, **more})
 
 
 async def _one(request: Request) -> Response:
-    front = _front(request)
-    replica = front.replicas.named(request.path_params["name"])
-    return JSONResponse(front.described(front.replicas.offers[replica.index]))
+    router = _router(request)
+    replica = router.replicas.named(request.path_params["name"])
+    return JSONResponse(router.described(router.replicas.offers[replica.index]))

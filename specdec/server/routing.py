@@ -31,7 +31,7 @@ Blocks = Sequence[int]
 
 @dataclass(frozen=True)
 class Question:
-    """What the front knows of a request.
+    """What the router knows of a request.
 
     Args:
         blocks: of its prompt's beginning.
@@ -86,29 +86,29 @@ class Place:
     def __init__(self) -> None:
         self.running = 0
         self.last = 0
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def matching(self, blocks: Blocks) -> int:
         """How many blocks at a prompt's beginning it has received before."""
-        found = 0
+        matching = 0
         for block in blocks:
-            if block not in self._kept:
+            if block not in self._blocks:
                 break
-            found += 1
-        return found
+            matching += 1
+        return matching
 
     def note(self, blocks: Blocks) -> None:
         """Note a prompt that it receives, and forget the oldest blocks."""
         # The first block is noted last, as later blocks are useless without it.
         for block in reversed(blocks):
-            self._kept[block] = None
-            self._kept.move_to_end(block)
-        while len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > _KEPT:
+            self._blocks.popitem(last=False)
 
     def forget(self) -> None:
         """Note that it was restarted, and has no prompts."""
-        self._kept.clear()
+        self._blocks.clear()
 
 
 P = TypeVar("P", bound=Place)

@@ -28,20 +28,20 @@ _ONE_REQUEST = 0.5
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes any free port."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
+        bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"host is {host!r}: {error.strerror}") from error
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
-        made.close()
+        bound.close()
         raise ConfigError(
             f"{host} port {port} cannot be used ({error.strerror}): name another --port"
         ) from error
-    return made
+    return bound
 
 
 def url_of(listener: socket.socket) -> str:

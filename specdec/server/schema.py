@@ -123,12 +123,12 @@ class Record(BaseModel):
         if not isinstance(value, dict):
             return value
         taken, names = {}, cls.honoured()
-        for name, given in value.items():
+        for name, content in value.items():
             if name in names:
-                if given is not None:
-                    taken[name] = given
+                if content is not None:
+                    taken[name] = content
             elif rule := cls.refused.get(name):
-                if given is not None and given not in rule.only:
+                if content is not None and content not in rule.only:
                     _refuse(name, rule.code, f"is not supported: {rule.why}")
             elif name not in cls.accepted:
                 cls._unknown(name, info.context)
@@ -201,10 +201,12 @@ _LENGTHS = {"too_short": ("min_length", "{} or more"),
 
 def _request_error(error: ValidationError, value: Any, where: str) -> RequestError:
     """The error that lies deepest; of a choice of kinds, all that were possible."""
-    found = [(_path(each["loc"], value, where), each) for each in error.errors()]
-    depth = max(path.count(".") + path.count("[") for path, _ in found)
-    path, first = next((p, e) for p, e in found if p.count(".") + p.count("[") == depth)
-    kind, given, context = first["type"], first["input"], first.get("ctx", {})
+    errors = [(_path(each["loc"], value, where), each) for each in error.errors()]
+    depth = max(path.count(".") + path.count("[") for path, _ in errors)
+    path, first = next(
+        (p, e) for p, e in errors if p.count(".") + p.count("[") == depth
+    )
+    kind, content, context = first["type"], first["input"], first.get("ctx", {})
     if kind == "refused":
         name = str(context["name"])
         path = f"{path}.{name}".lstrip(".")[:200]
@@ -217,24 +219,24 @@ def _request_error(error: ValidationError, value: Any, where: str) -> RequestErr
         return RequestError(text, field=path, code=code)
     code = "invalid_value"
     if kind in _WORDS:
-        kinds = [_WORDS.get(e["type"], "") for p, e in found if p == path]
+        kinds = [_WORDS.get(e["type"], "") for p, e in errors if p == path]
         rule = " or ".join(dict.fromkeys(filter(None, kinds)))
         if not path:
             return RequestError("the body is not a JSON object: send one",
                                 code="invalid_type")  # fmt: skip
-        text, code = f"{path} is {quoted(given)}, not {rule}", "invalid_type"
+        text, code = f"{path} is {quoted(content)}, not {rule}", "invalid_type"
     elif kind in _BOUNDS:
         key, rule = _BOUNDS[kind]
-        text = f"{path} is {quoted(given)}: it must be {rule.format(context[key])}"
+        text = f"{path} is {quoted(content)}: it must be {rule.format(context[key])}"
     elif kind in _LENGTHS:
         key, rule = _LENGTHS[kind]
         rule = rule.format(context[key])
-        text = f"{path} has length {len(given)}: it must be {rule}"
+        text = f"{path} has length {len(content)}: it must be {rule}"
     elif kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "")
-        text = f"{path} is {quoted(given)}: it must be {allowed}"
+        text = f"{path} is {quoted(content)}: it must be {allowed}"
     else:
-        text = f"{path} is {quoted(given)}: {first['msg']}"
+        text = f"{path} is {quoted(content)}: {first['msg']}"
     return RequestError(text, field=path, code=code)
 
 

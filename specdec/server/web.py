@@ -41,7 +41,7 @@ Headers = list[tuple[bytes, bytes]]
 
 #: With this header a replica asks that the request go to another replica.
 ENDS_HEADER = b"x-specdec-ends"
-#: With this header the front names the client.
+#: With this header the router names the client.
 CLIENT_HEADER = b"x-specdec-client"
 _OPEN = frozenset(("/", "/health"))  # no key is needed
 #: Paths that clients add to their base URL.
@@ -53,7 +53,7 @@ PATHS = (
 
 def middleware(config: ServerConfig) -> list[Middleware]:
     """The middleware that runs before every endpoint."""
-    found = [Middleware(_Guard, config=config)]
+    layers = [Middleware(_Guard, config=config)]
     if config.cors:
         cors = Middleware(
             CORSMiddleware,
@@ -62,8 +62,8 @@ def middleware(config: ServerConfig) -> list[Middleware]:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-        found.insert(0, cors)
-    return found
+        layers.insert(0, cors)
+    return layers
 
 
 class _Guard:
@@ -84,46 +84,46 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         name = f"req_{uuid.uuid4().hex}".encode()
-        begun = False
+        answering = False
 
         async def named(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal answering
+            answering = True
             if message["type"] == "http.response.start":
                 headers = [(b"x-request-id", name), (b"request-id", name)]
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
-        refusal = None
+        failure = None
         is_open = scope["path"] in _OPEN
         if self._keys and not is_open and _key_of(scope, self._keys) is None:
-            refusal = RequestError(
+            failure = RequestError(
                 "the API key is missing or wrong: send it as Authorization: Bearer "
                 "KEY, or as x-api-key",
                 status=401,
                 code="invalid_api_key",
             )
         elif not self._keys and _is_rebound(scope):
-            refusal = RequestError(
+            failure = RequestError(
                 "the Host header names another machine: call the server as localhost "
                 "or by its address, or start it with --api-key",
                 status=403,
                 code="wrong_host",
             )
-        if refusal is None:
+        if failure is None:
             try:
                 await self._app(scope, receive, named)
                 return
             except ClientDisconnect:
                 return
             except Exception as error:
-                if begun:
+                if answering:
                     raise  # the connection is closed
                 path, reason = scope["path"], reason_of(error)
                 log.error("%s %s failed: %s", scope["method"], path, reason)
                 text = f"unexpected {type(error).__name__}: please report it"
-                refusal = RequestError(text, status=500, code="internal_error")
-        response = error_response(refusal, scope["path"])
+                failure = RequestError(text, status=500, code="internal_error")
+        response = error_response(failure, scope["path"])
         await response(scope, receive, named)
 
 
@@ -133,18 +133,18 @@ def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
     scheme, _, bearer = sent.get(b"authorization", b"").strip().partition(b" ")
     if scheme.lower() != b"bearer":
         bearer = b""
-    found = None
+    match = None
     for key in keys:
-        for given in (bearer.strip(), sent.get(b"x-api-key", b"")):
-            if hmac.compare_digest(given, key.encode()):
-                found = key
-    return found
+        for value in (bearer.strip(), sent.get(b"x-api-key", b"")):
+            if hmac.compare_digest(value, key.encode()):
+                match = key
+    return match
 
 
 def client_of(scope: Scope, keys: Sequence[str]) -> str:
     """The client's identity: its key, or its address if there are no keys.
 
-    Only the front can reach a replica; it names the client in a header.
+    Only the router can reach a replica; it names the client in a header.
     """
     if not scope.get("client"):  # a Unix socket
         sent: dict[bytes, bytes] = dict(scope["headers"])
@@ -194,20 +194,19 @@ async def _not_there(request: Request, error: Exception) -> Response:
         else f"there is no {path} here: see {', '.join(PATHS)}",
         405: f"{method} {path} is not possible: use {allowed}",
     }.get(error.status_code, str(error.detail))
-    refusal = RequestError(text, status=error.status_code)
-    response = error_response(refusal, path)
+    response = error_response(RequestError(text, status=error.status_code), path)
     response.headers.update(error.headers or {})
     return response
 
 
-def error_response(refusal: RequestError, path: str) -> Response:
+def error_response(error: RequestError, path: str) -> Response:
     """The error response, in the form of the protocol that the path belongs to."""
     anthropic = path.startswith("/v1/messages")
-    body = refusal.anthropic() if anthropic else refusal.openai()
-    headers = dict(refusal.headers)
-    if refusal.code in ("engine_failed", "stopping"):
-        headers[ENDS_HEADER.decode()] = refusal.code
-    return JSONResponse(body, refusal.status, headers=headers)
+    body = error.anthropic() if anthropic else error.openai()
+    headers = dict(error.headers)
+    if error.code in ("engine_failed", "stopping"):
+        headers[ENDS_HEADER.decode()] = error.code
+    return JSONResponse(body, error.status, headers=headers)
 
 
 # -- bodies -------------------------------------------------------------------------

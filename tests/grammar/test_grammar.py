@@ -190,7 +190,7 @@ def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         )
         assert expected in why or "others have taken longer" in why, (text, why)
     assert "takes longer" in said["slow"]
-    until(lambda: not compiler._begun_so_far)
+    until(lambda: not compiler._running)
     for i in range(2 * compiler.AT_ONCE):
         made.compile(Grammar.regex(f"quick{i}"))
 
@@ -269,7 +269,7 @@ def test_what_is_only_announced_does_not_queue(monkeypatch: pytest.MonkeyPatch) 
     follower = GrammarCompiler(byte_tokenizer(), 300, bounded=False)
     for i in range(3 * compiler.AT_ONCE):
         follower.begin(Grammar.regex(f"{i}x"))
-    under_way = len(compiler._begun_so_far)
+    under_way = len(compiler._running)
     go.set()
     assert under_way == compiler.AT_ONCE
     follower.compile(YES)

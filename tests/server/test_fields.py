@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.server import schema
@@ -288,5 +289,5 @@ def test_wrong_fields_in_great_number(
     with pytest.raises(RequestError, match=re.escape(message)) as refused:
         schema.read(ChatRequest, body, schema.Notes())
     cause = refused.value.__cause__
-    assert isinstance(cause, schema.ValidationError)
+    assert isinstance(cause, ValidationError)
     assert len(compared) + cause.error_count() < 1000

@@ -312,11 +312,11 @@ def test_too_many_elements_over_http(server: Running) -> None:
         assert "lists and objects" in answer.text
 
 
-# -- what the front reads -----------------------------------------------------------
+# -- what the router reads ----------------------------------------------------------
 
 
 def test_only_the_engine_ends_a_replica() -> None:
-    """One request that fails in another way, by which the front gives a replica up."""
+    """One request that fails in another way, by which the router gives a replica up."""
     for error in (RuntimeError("can't start new thread"), MemoryError(),
                   ClientDisconnect(), OSError(24, "Too many open files")):  # fmt: skip
         refused = request_error(error, {})

@@ -30,8 +30,8 @@ from specdec.config import EngineConfig
 from specdec.server import replicas as supervision
 from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
-from specdec.server.front import Front, make_front
 from specdec.server.replicas import Command, Replica, Replicas
+from specdec.server.router import Router, make_router
 from specdec.server.routing import BILLING, Place, Question, blocks_of, choose
 from tests.models.folders import write_folder
 from tests.server.harness import Running
@@ -112,38 +112,38 @@ def fake(index: int, path: str) -> Command:
 
 
 @contextmanager
-def fronted(
+def routed(
     count: int = 2, start: supervision.Start = fake, **options: Any
-) -> Iterator[tuple[httpx.Client, Front]]:
+) -> Iterator[tuple[httpx.Client, Router]]:
     config = replace(ServerConfig(request_timeout=30), **options)
-    server = Running(make_front(Replicas(count, start, 30), config))
+    server = Running(make_router(Replicas(count, start, 30), config))
     server.start()
-    front: Front = server.app.state.service
+    router: Router = server.app.state.service
     try:
         with httpx.Client(base_url=server.url, timeout=60) as client:
-            yield client, front
+            yield client, router
     finally:
         server.stop()
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[tuple[httpx.Client, Front]]:
-    with fronted(cors=("http://a.example",)) as made:
+def two() -> Iterator[tuple[httpx.Client, Router]]:
+    with routed(cors=("http://a.example",)) as made:
         yield made
 
 
 @pytest.fixture
-def ready(two: tuple[httpx.Client, Front]) -> Iterator[tuple[httpx.Client, Front]]:
+def ready(two: tuple[httpx.Client, Router]) -> Iterator[tuple[httpx.Client, Router]]:
     """Two replicas that answer and have nothing to do, before a test and after it."""
-    _, front = two
-    until(lambda: all(map(answers, front.replicas.all)))
-    assert front.pending == 0
+    _, router = two
+    until(lambda: all(map(answers, router.replicas.all)))
+    assert router.pending == 0
     yield two
-    until(lambda: front.pending == 0)
+    until(lambda: router.pending == 0)
 
 
-def pids(front: Front) -> list[int]:
-    return [r.process.pid for r in front.replicas.all if r.process is not None]
+def pids(router: Router) -> list[int]:
+    return [r.process.pid for r in router.replicas.all if r.process is not None]
 
 
 def socket_of(client: httpx.AsyncClient) -> str:
@@ -173,10 +173,10 @@ def answers(replica: Replica) -> bool:
     return False
 
 
-def busy(front: Front) -> int:
+def busy(router: Router) -> int:
     """The process of the replica that has been given something."""
-    until(lambda: front.pending > 0)
-    (found,) = [r for r in front.replicas.all if r.running]
+    until(lambda: router.pending > 0)
+    (found,) = [r for r in router.replicas.all if r.running]
     with direct(found) as client:
         until(lambda: client.get("/health").json()["given"])
     assert found.process is not None
@@ -195,7 +195,7 @@ def after(act: Callable[[], Any], call: Callable[[], Any]) -> Any:
 
 
 def test_a_request_and_its_answer_pass_as_they_are(
-    ready: tuple[httpx.Client, Front],
+    ready: tuple[httpx.Client, Router],
 ) -> None:
     """A body that is written anew, a lost status, a key that is passed on."""
     client, _ = ready
@@ -233,11 +233,11 @@ def test_a_request_and_its_answer_pass_as_they_are(
         assert line in text
 
 
-def test_events_come_one_by_one(ready: tuple[httpx.Client, Front]) -> None:
-    """A front that waits for more of a stream than there is."""
-    client, front = ready
+def test_events_come_one_by_one(ready: tuple[httpx.Client, Router]) -> None:
+    """A router that waits for more of a stream than there is."""
+    client, router = ready
     with client.stream("POST", "/v1/completions", json={"prompt": "step"}) as answer_to:
-        (replica,) = [r for r in front.replicas.all if r.running]
+        (replica,) = [r for r in router.replicas.all if r.running]
 
         def go(step: int) -> None:
             with direct(replica) as client:
@@ -253,33 +253,33 @@ def test_events_come_one_by_one(ready: tuple[httpx.Client, Front]) -> None:
 
 
 def test_a_replica_that_ends_before_the_first_byte(
-    ready: tuple[httpx.Client, Front],
+    ready: tuple[httpx.Client, Router],
 ) -> None:
     """A request that is lost though another replica could run it, or runs twice."""
-    client, front = ready
-    first, second = front.replicas.all
+    client, router = ready
+    first, second = router.replicas.all
 
     async def chosen(*tried: Replica) -> Replica:
-        async with front.replica(Question(), tried) as replica:
+        async with router.replica(Question(), tried) as replica:
             return replica
 
     assert asyncio.run(chosen(first)) is second
     assert asyncio.run(chosen(second)) is first
     with pytest.raises(RequestError, match="there is no other one yet"):
         asyncio.run(chosen(first, second))
-    again = front.again
-    starts = sum(each.starts for each in front.replicas.all)
+    again = router.again
+    starts = sum(each.starts for each in router.replicas.all)
 
     def kill() -> None:
-        pid = busy(front)
+        pid = busy(router)
         os.kill(pid, signal.SIGKILL)
-        until(lambda: front.again == again + 1)  # the other one has it, and hangs
-        until(lambda: pid not in pids(front) and len(front.replicas.ready) == 2)
-        os.kill(busy(front), signal.SIGKILL)
-        until(lambda: front.pending == 0)
+        until(lambda: router.again == again + 1)  # the other one has it, and hangs
+        until(lambda: pid not in pids(router) and len(router.replicas.ready) == 2)
+        os.kill(busy(router), signal.SIGKILL)
+        until(lambda: router.pending == 0)
 
     for path in ("/v1/completions", "/v1/messages"):
-        lost, again = front.lost, front.again
+        lost, again = router.lost, router.again
         answer = after(kill, partial(client.post, path, json={"prompt": "hang"}))
         assert answer.status_code == 502
         error = answer.json()["error"]
@@ -287,30 +287,30 @@ def test_a_replica_that_ends_before_the_first_byte(
         assert error["type"] == (
             "server_error" if path == "/v1/completions" else "api_error"
         )
-        assert (front.lost, front.again) == (lost + 1, again + 1)
+        assert (router.lost, router.again) == (lost + 1, again + 1)
         starts += 2
-        until(lambda n=starts: sum(r.starts for r in front.replicas.all) == n)  # type: ignore[misc]
-        until(lambda: len(front.replicas.ready) == 2)
+        until(lambda n=starts: sum(r.starts for r in router.replicas.all) == n)  # type: ignore[misc]
+        until(lambda: len(router.replicas.ready) == 2)
     # One that runs to its end at the other replica is whole.
-    again = front.again
+    again = router.again
     answer = after(
-        lambda: os.kill(busy(front), signal.SIGKILL),
+        lambda: os.kill(busy(router), signal.SIGKILL),
         lambda: client.post("/v1/completions", json={"prompt": "slow"}),
     )
     assert answer.json()["body"] == {"prompt": "slow"}
-    assert front.again == again + 1
+    assert router.again == again + 1
 
 
-def test_a_replica_that_is_about_to_end(ready: tuple[httpx.Client, Front]) -> None:
+def test_a_replica_that_is_about_to_end(ready: tuple[httpx.Client, Router]) -> None:
     """Its refusal reached the client, though another replica could run the request."""
-    client, front = ready
+    client, router = ready
     for prompt, more in (("stopping", 0), ("engine_failed", 1)):
-        again, second = front.again, front.replicas.all[1]
+        again, second = router.again, router.replicas.all[1]
         second.running += 1  # so that the first one is asked first
         answer = client.post("/v1/completions", json={"prompt": prompt})
         second.running -= 1
         assert answer.json()["body"] == {"prompt": prompt}
-        assert front.again == again + more
+        assert router.again == again + more
 
 
 @pytest.mark.parametrize(
@@ -322,16 +322,16 @@ def test_a_replica_that_is_about_to_end(ready: tuple[httpx.Client, Front]) -> No
     ],
 )
 def test_a_replica_that_ends_in_mid_stream(
-    ready: tuple[httpx.Client, Front], path: str, error: str
+    ready: tuple[httpx.Client, Router], path: str, error: str
 ) -> None:
     """Half an event, a stream that breaks off, or one that begins anew."""
-    client, front = ready
+    client, router = ready
     with client.stream("POST", path, json={"prompt": "stream"}) as stream:
         parts = stream.iter_raw()
         text = b""
         while text.count(b"\n\n") < 2:
             text += next(parts)
-        os.kill(busy(front), signal.SIGKILL)
+        os.kill(busy(router), signal.SIGKILL)
         text += b"".join(parts)
     first, second, last, end = text.decode().split("\n\n")
     assert (first, second, end) == ('event: a\ndata: {"n": 0}', 'data: {"n": 1}', "")
@@ -342,16 +342,16 @@ def test_a_replica_that_ends_in_mid_stream(
 
 
 def test_a_client_that_leaves_is_left_by_the_replica(
-    ready: tuple[httpx.Client, Front],
+    ready: tuple[httpx.Client, Router],
 ) -> None:
     """A row that runs on for nobody: before the first byte, and in mid-stream."""
-    client, front = ready
-    ends = dict.fromkeys(pids(front), 0)
+    client, router = ready
+    ends = dict.fromkeys(pids(router), 0)
     for prompt in ("hang", "stream"):
         # Long enough that the request has reached a replica on a busy machine.
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json={"prompt": prompt}, timeout=1.5)
-    until(lambda: front.pending == 0)
+    until(lambda: router.pending == 0)
 
     def look() -> bool:
         said = client.post("/v1/completions", json={"prompt": "x" * 9}).json()
@@ -363,27 +363,27 @@ def test_a_client_that_leaves_is_left_by_the_replica(
 
 
 def test_a_replica_that_does_not_answer_is_replaced(
-    ready: tuple[httpx.Client, Front], monkeypatch: pytest.MonkeyPatch
+    ready: tuple[httpx.Client, Router], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that lives and hangs would take requests for ever."""
-    client, front = ready
+    client, router = ready
     monkeypatch.setattr(supervision, "_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.3)
-    before = [each.starts for each in front.replicas.all]
+    before = [each.starts for each in router.replicas.all]
     # Both begin their looks anew, with the times of this test.
-    for pid in pids(front):
+    for pid in pids(router):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: [r.starts for r in front.replicas.all] == [n + 1 for n in before])
-    until(lambda: len(front.replicas.ready) == 2)
+    until(lambda: [r.starts for r in router.replicas.all] == [n + 1 for n in before])
+    until(lambda: len(router.replicas.ready) == 2)
     answer = client.post("/v1/completions", json={"prompt": "stop"})
     # The second one stops as well.
     assert answer.status_code in (502, 503)
-    until(lambda: [r.starts for r in front.replicas.all] == [n + 2 for n in before])
+    until(lambda: [r.starts for r in router.replicas.all] == [n + 2 for n in before])
 
 
 @pytest.mark.parametrize("suspect_seconds", [0.1, 1000])
 def test_a_hung_replica_gets_no_more_requests(
-    ready: tuple[httpx.Client, Front],
+    ready: tuple[httpx.Client, Router],
     monkeypatch: pytest.MonkeyPatch,
     suspect_seconds: float,
 ) -> None:
@@ -391,13 +391,13 @@ def test_a_hung_replica_gets_no_more_requests(
 
     It is suspected after one check; until then what it has not answered counts.
     """
-    client, front = ready
+    client, router = ready
     monkeypatch.setattr(supervision, "_LOOK_SECONDS", 1000)
     monkeypatch.setattr(supervision, "_SUSPECT_SECONDS", suspect_seconds)
-    first, second = front.replicas.all
-    for each in front.replicas.all:
+    first, second = router.replicas.all
+    for each in router.replicas.all:
         each.doubt.set()  # the present looks end, and the next ones are long
-    until(lambda: not any(each.doubt.is_set() for each in front.replicas.all))
+    until(lambda: not any(each.doubt.is_set() for each in router.replicas.all))
     assert first.process is not None
     os.kill(first.process.pid, signal.SIGSTOP)
     try:
@@ -411,13 +411,13 @@ def test_a_hung_replica_gets_no_more_requests(
         for i in range(4):
             said = client.post("/v1/completions", json={"prompt": f"{i}"}).json()
             assert said["pid"] == second.process.pid
-        assert front.replicas.ready == (
+        assert router.replicas.ready == (
             [second] if suspect_seconds < 1 else [first, second]
         )
     finally:
         os.kill(first.process.pid, signal.SIGCONT)
     until(lambda: first.running == 0 and not first.suspect)
-    assert front.replicas.ready == [first, second]
+    assert router.replicas.ready == [first, second]
 
 
 def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,8 +432,8 @@ def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> 
         program = [sys.executable, "-c", "import time; time.sleep(100)"]
         return Command(program, {}, b"") if hangs else fake(index, path)
 
-    with fronted(start=start) as (_, front):
-        until(lambda: len(front.replicas.ready) == 2)
+    with routed(start=start) as (_, router):
+        until(lambda: len(router.replicas.ready) == 2)
     assert begun[:3] == [0, 1, 1]
 
 
@@ -449,22 +449,22 @@ def test_the_end_and_the_beginning(tmp_path: Path) -> None:
         made = fake(index, path)
         return replace(made, arguments=["sh", "-c", waits, "sh", *made.arguments])
 
-    with fronted(start=start, api_keys=("k",)) as (client, front):
+    with routed(start=start, api_keys=("k",)) as (client, router):
         early = client.get("/v1/models", headers={"x-api-key": "k"})
         assert early.status_code == 503
         assert early.json()["error"]["code"] == "no_replica"
         assert early.headers["retry-after"]
         assert client.get("/health").status_code == 503
         gate.touch()
-        until(lambda: len(front.replicas.ready) == 2)
+        until(lambda: len(router.replicas.ready) == 2)
         assert client.get("/v1/models").status_code == 401
-        all_pids = pids(front)
+        all_pids = pids(router)
         headers = {"x-api-key": "k"}
 
         def drain() -> None:
-            busy(front)
-            loop = front.replicas._tasks[0].get_loop()
-            asyncio.run_coroutine_threadsafe(front.drain(), loop).result(30)
+            busy(router)
+            loop = router.replicas._tasks[0].get_loop()
+            asyncio.run_coroutine_threadsafe(router.drain(), loop).result(30)
 
         body = {"prompt": "slow"}
         answer = after(
@@ -474,7 +474,7 @@ def test_the_end_and_the_beginning(tmp_path: Path) -> None:
         assert answer.json()["body"] == body
         late = client.post("/v1/completions", json=body, headers=headers)
         assert late.json()["error"]["code"] == "stopping"
-        assert pids(front) == []
+        assert pids(router) == []
         for pid in all_pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)

@@ -57,20 +57,20 @@ _NOT_PASSED_ON = frozenset(
 )  # fmt: skip
 
 
-def make_front(replicas: Replicas, config: ServerConfig) -> Starlette:
+def make_router(replicas: Replicas, config: ServerConfig) -> Starlette:
     """A web application that passes each request to one of the replicas.
 
-    Its ``state.service`` is the :class:`Front`.
+    Its ``state.service`` is the :class:`Router`.
     """
-    return app_of(Front(replicas, config))
+    return app_of(Router(replicas, config))
 
 
 def app_of(
-    front: Front,
+    router: Router,
     routes: Sequence[Route] = (),
     paths: Sequence[str] = ("/{path:path}",),
 ) -> Starlette:
-    """The web application of a front.
+    """The web application of a router.
 
     Args:
         routes: further routes.
@@ -79,7 +79,7 @@ def app_of(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with front.replicas:
+        async with router.replicas:
             yield
 
     app = Starlette(
@@ -89,15 +89,15 @@ def app_of(
             *routes,
             *(Route(path, _forward, methods=["GET", "POST"]) for path in paths),
         ],
-        middleware=middleware(front.config),
+        middleware=middleware(router.config),
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
-    app.state.service = front
+    app.state.service = router
     return app
 
 
-class Front:
+class Router:
     """Passes requests to replicas; used from one event loop.
 
     Args:
@@ -131,7 +131,7 @@ class Front:
 
     @property
     def status(self) -> str:
-        """The front's state, in one word."""
+        """The router's state, in one word."""
         if self._draining:
             return "stopping"
         return "ok" if self.healthy else "starting"
@@ -172,37 +172,37 @@ class Front:
         await self.replicas.stop(self.config.stop_timeout)
 
 
-def _front(request: Request) -> Front:
-    front: Front = request.app.state.service
-    return front
+def _router(request: Request) -> Router:
+    router: Router = request.app.state.service
+    return router
 
 
 async def _health(request: Request) -> Response:
-    front = _front(request)
+    router = _router(request)
     replicas = [
         {
             "status": each.status,
             "running": each.running,
             "starts": each.starts,
         }
-        for each in front.replicas.all
+        for each in router.replicas.all
     ]
-    payload = {"status": front.status, "replicas": replicas}
-    return JSONResponse(payload, 200 if front.healthy else 503)
+    payload = {"status": router.status, "replicas": replicas}
+    return JSONResponse(payload, 200 if router.healthy else 503)
 
 
 # -- requests -----------------------------------------------------------------------
 
 
 async def _forward(request: Request) -> Response:
-    front, body = _front(request), b""
+    router, body = _router(request), b""
     if request.method == "POST":
         try:
-            body = await front.bodies.read(request)
+            body = await router.bodies.read(request)
         except ClientDisconnect:
             return Response(status_code=499)
     question = await parsed_soon(body, _question)
-    return _Forwarded(front, request, body, question)
+    return _Forwarded(router, request, body, question)
 
 
 def _question(body: bytes) -> Question:
@@ -218,38 +218,40 @@ def _question(body: bytes) -> Question:
 class _Forwarded(Response):
     """A replica's answer; if the client leaves, the replica ends it, too."""
 
-    def __init__(self, front: Front, request: Request, body: bytes, question: Question):
+    def __init__(
+        self, router: Router, request: Request, body: bytes, question: Question
+    ):
         super().__init__()
-        self._front = front
+        self._router = router
         self._request = request
         self._body = body
         self._question = question
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._front.config.request_timeout + _READ_SECONDS
+        limit = self._router.config.request_timeout + _READ_SECONDS
         await until_gone(self._answer(scope, receive, send), receive, limit)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        front, path = self._front, self._request.scope["path"]
+        router, path = self._router, self._request.scope["path"]
         tried: list[Replica] = []
-        given = 0
+        broken = 0
         sent = _Passed(send)
         while True:
             try:
-                async with front.replica(self._question, tried) as replica:
+                async with router.replica(self._question, tried) as replica:
                     await self._ask(replica, sent)
                 return
-            except RequestError as refusal:
-                await error_response(refusal, path)(scope, receive, send)
+            except RequestError as error:
+                await error_response(error, path)(scope, receive, send)
                 return
             except httpx.ConnectError:  # it has just ended, and received nothing
                 tried.append(replica)
             except httpx.TransportError:
-                given, tried = given + 1, [*tried, replica]
-                if sent.begun or given == _ATTEMPTS:
+                broken, tried = broken + 1, [*tried, replica]
+                if sent.begun or broken == _ATTEMPTS:
                     break
-                front.again += 1
-        front.lost += 1
+                router.again += 1
+        router.lost += 1
         lost = RequestError(
             f"replica {tried[-1].index} ended meanwhile: send the request again",
             status=502,
@@ -273,7 +275,7 @@ class _Forwarded(Response):
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"] + (b"?" + query if query else b"")
         url = httpx.URL("http://localhost").copy_with(raw_path=path)
-        client_name = client_of(request.scope, self._front.config.api_keys)
+        client_name = client_of(request.scope, self._router.config.api_keys)
         digest = sha256(client_name.encode()).hexdigest().encode()
         headers = [*_passed_on(request.headers.raw), (CLIENT_HEADER, digest)]
         asked = client.build_request(
@@ -326,16 +328,16 @@ class _Passed(Sent):
     async def end(self) -> None:
         await self.more(self._part, last=True)
 
-    async def fail(self, refusal: RequestError, path: str) -> None:
+    async def fail(self, error: RequestError, path: str) -> None:
         """End a stream with an error, in the form of the path's protocol."""
         if path.startswith("/v1/messages"):
-            event = sse(refusal.anthropic(), "error")
+            event = sse(error.anthropic(), "error")
         elif path.startswith("/v1/responses"):
-            error = {"code": refusal.code, "message": str(refusal), "param": None}
+            facts = {"code": error.code, "message": str(error), "param": None}
             number = {"sequence_number": self._count}
-            event = sse({"type": "error", **error, **number}, "error")
+            event = sse({"type": "error", **facts, **number}, "error")
         else:
-            event = sse(refusal.openai())
+            event = sse(error.openai())
         await self.more(event, last=True)
 
 
@@ -343,11 +345,11 @@ class _Passed(Sent):
 
 
 async def _metrics(request: Request) -> Response:
-    """The front's metrics, and the replicas', labelled with the replica's number."""
-    front = _front(request)
-    texts = await asyncio.gather(*map(_metrics_of, front.replicas.all))
+    """The router's metrics, and the replicas', labelled with the replica's number."""
+    router = _router(request)
+    texts = await asyncio.gather(*map(_metrics_of, router.replicas.all))
     registry = CollectorRegistry()
-    registry.register(_Gathered(front, texts))
+    registry.register(_Gathered(router, texts))
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return Response(generate_latest(registry), media_type=kind)
 
@@ -364,20 +366,20 @@ async def _metrics_of(replica: Replica) -> str:
 class _Gathered(Collector):
     """Metrics of all replicas."""
 
-    def __init__(self, front: Front, texts: Sequence[str]):
-        self._front, self._texts = front, texts
+    def __init__(self, router: Router, texts: Sequence[str]):
+        self._router, self._texts = router, texts
 
     def collect(self) -> Iterator[Metric]:
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for i, text in enumerate(self._texts):
             for family in text_string_to_metric_families(text):
-                made = Metric(family.name, family.documentation, family.type)
-                metric = found.setdefault(family.name, made)
+                empty = Metric(family.name, family.documentation, family.type)
+                metric = metrics.setdefault(family.name, empty)
                 for sample in family.samples:
                     labels = {**sample.labels, "replica": str(i)}
                     metric.add_sample(sample.name, labels, sample.value)
-        yield from found.values()
-        replicas = self._front.replicas.all
+        yield from metrics.values()
+        replicas = self._router.replicas.all
         up = GaugeMetricFamily(
             "specdec_replica_up", "Whether a replica answers.", labels=["replica"]
         )
@@ -389,7 +391,7 @@ class _Gathered(Collector):
             starts.add_metric([str(each.index)], each.starts)
         yield from (up, starts)
         for name, text, number in (
-            ("again", "Requests that a second replica ran.", self._front.again),
-            ("lost", "Requests that ended with a replica.", self._front.lost),
+            ("again", "Requests that a second replica ran.", self._router.again),
+            ("lost", "Requests that ended with a replica.", self._router.lost),
         ):
             yield CounterMetricFamily(f"specdec_requests_{name}", text, value=number)
