@@ -173,11 +173,6 @@ def read(kind: type[R], value: Any, notes: Notes, where: str = "") -> R:
         raise _request_error(error, value, where) from error
 
 
-def read_all(kind: type[R], values: Sequence[Any], notes: Notes, where: str) -> list[R]:
-    """Records of the values of a list."""
-    return [read(kind, each, notes, f"{where}[{i}]") for i, each in enumerate(values)]
-
-
 _WORDS = {
     "string_type": "a text",
     "int_type": "a whole number",
