@@ -16,6 +16,7 @@ from specdec.prefix_cache.store import PrefixStore
 from specdec.spec_decode import prompt_scores
 from specdec.spec_decode.prompt_scores import PromptScores
 from tests.byte_tokenizer import character_tokenizer
+from tests.models.architectures import Guesses
 from tests.plain import AT_ONCE, VOCAB, greedy
 
 PROMPTS = [[*range(3, 40)], [5], [7, 7, 7, 9, 1, 2], [11, 12, 13]]
@@ -58,17 +59,26 @@ def test_each_position_of_a_prompt(
                 assert [token for token, _ in entry.top] == best.tolist()
 
 
-@pytest.mark.parametrize("draft", [None, "near"])
+@pytest.mark.parametrize("draft", [None, "near", "reading"])
 def test_a_whole_run(target: Any, drafts: dict[str, Any], draft: str | None) -> None:
-    """Rows that only score end without a token; others decode as before."""
+    """Rows that only score end without a token; others decode as before.
+
+    Scores may be of layers that a draft records, or of the prompts beside a row.
+    """
+    how: dict[str, Any] = {}
+    if draft == "near":
+        how["draft"] = drafts[draft], character_tokenizer(0)
+    elif draft == "reading":
+        how["drafter"] = lambda context: Guesses([], (0, -1))
     decoder = SpecDecoder(
         target,
         character_tokenizer(0),
-        draft=(drafts[draft], character_tokenizer(0)) if draft else None,
         config=EngineConfig(
-            batch_size=2, prefill_step_size=8, num_draft_tokens=3 if draft else 0
+            batch_size=2, prefill_step_size=8, num_draft_tokens=3 if draft else 0,
+            prefix_cache_memory=10**7,
         ),
-    )
+        **how,
+    )  # fmt: skip
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[0][:20]]
     params = [
         SamplingParams(max_tokens=0, prompt_logprobs=1),
