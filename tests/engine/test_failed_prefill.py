@@ -32,13 +32,13 @@ def failing(
     """
     right, wait, failed, due = ModelRows._padded_forward, mx.synchronize, [], [False]
 
-    def forward(self: ModelRows, tokens: mx.array, valid: Any) -> mx.array:
+    def forward(self: ModelRows, tokens: mx.array, *args: Any, **more: Any) -> mx.array:
         if tokens.shape[1] > 2 and fails(tokens):
             failed.append(tokens.shape[0])
             if not late:
                 raise RuntimeError("[malloc] Unable to allocate 9 bytes.")
             due[0] = True
-        return right(self, tokens, valid)
+        return right(self, tokens, *args, **more)
 
     def synchronize(*stream: Any) -> None:
         wait(*stream)
