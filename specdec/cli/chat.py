@@ -164,16 +164,17 @@ class _Talk:
 
     def _ask(self, text: str) -> None:
         content: str | list[dict[str, str]] = text
-        if self.images:
-            content = [{"type": "image", "image": name} for name in self.images]
+        images, self.images = self.images, []
+        if images:
+            content = [{"type": "image", "image": name} for name in images]
             content.append({"type": "text", "text": text})
-            self.images.clear()
         self.messages.append({"role": "user", "content": content})
         try:
             answer = self._answer()
         except (PromptError, MemoryLimitError) as error:
             show_error(f"the conversation cannot be continued: {error}, or /clear it")
             self.messages.pop()
+            self.images = images
             return
         if answer["content"]:
             self.messages.append(answer)

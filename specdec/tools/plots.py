@@ -14,7 +14,6 @@ from ..utils.extras import install
 MISSING = f"no new plots without matplotlib: {install('bench')}"
 # Okabe and Ito's palette, which colour-blind people can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-GREY = "#666666"
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -46,17 +45,14 @@ class Line:
 
     Args:
         label: its name in the legend.
-        points: (x, y), or (x, lowest, y, highest) for a point with an error bar; if
-            the chart has ticks, x is the index of a tick.
-        colour, dashed: how it is drawn.
+        points: (x, y); if the chart has ticks, x is the index of a tick.
         numbers: indices of the points that are labelled with their value.
         above: whether these labels stand above their points.
     """
 
     label: str
-    points: Sequence[tuple[float, ...]]
+    points: Sequence[tuple[float, float]]
     colour: str
-    dashed: bool = False
     numbers: Sequence[int] = ()
     above: bool = True
 
@@ -70,8 +66,6 @@ class Chart:
         x, y: labels of the axes.
         panels: lines by the panel's title.
         ticks: labels at x = 0, 1, 2, ...; without them x is a number line from 0.
-        percent: y is a share, shown in percent.
-        baseline: label of a horizontal line at 1; with it, points have error bars.
         top: upper end of the y axis.
     """
 
@@ -80,8 +74,6 @@ class Chart:
     y: str
     panels: Mapping[str, Sequence[Line]] = field(default_factory=dict)
     ticks: Sequence[object] = ()
-    percent: bool = False
-    baseline: str | None = None
     top: float | None = None
 
     @property
@@ -94,44 +86,26 @@ class Chart:
         grid = panels(figure, len(self.panels), x=self.x, y=self.y)
         for axes, (name, lines) in zip(grid, self.panels.items(), strict=True):
             axes.set_title(name)
-            if self.baseline is not None:
-                axes.axhline(1.0, color="black", linewidth=1, label=self.baseline)
-            for i, line in enumerate(lines):
-                # Lines stand side by side, so that no error bar hides another.
-                aside = 0.05 * (i - (len(lines) - 1) / 2) if self.baseline else 0.0
-                self._line(axes, line, aside)
+            for line in lines:
+                self._line(axes, line)
             if self.ticks:
                 axes.set_xticks(range(len(self.ticks)), list(map(str, self.ticks)))
                 axes.set_xlim(-0.5, len(self.ticks) - 0.5)
             else:
                 axes.set_xlim(left=0)
             axes.set_ylim(0, self.top)
-            if self.percent:
-                axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-                axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         legend_below(figure, grid)
         headline(figure, self.title)
 
-    def _line(self, axes: Any, line: Line, aside: float) -> None:
-        points = sorted(line.points)
-        xs = [p[0] + aside for p in points]
-        ys = [p[len(p) // 2] for p in points]
-        bars = [[y - p[1], p[-1] - y] for p, y in zip(points, ys, strict=True)]
-        marked = "o" if self.ticks else ""
-        axes.errorbar(
-            xs,
-            ys,
-            yerr=list(zip(*bars, strict=True)) if self.baseline else None,
-            fmt=("s--" if line.dashed else f"{marked}-"),
-            color=line.colour,
-            capsize=3,
-            label=line.label,
-        )
+    def _line(self, axes: Any, line: Line) -> None:
+        xs, ys = zip(*sorted(line.points), strict=True)
+        marked = "o-" if self.ticks else "-"
+        axes.plot(xs, ys, marked, color=line.colour, label=line.label)
         for i in line.numbers:
             # Below the point, unless the point lies at the bottom.
             low = not line.above and ys[i] > 0.08
             axes.annotate(
-                f"{ys[i]:.0%}" if self.percent else f"{ys[i]:.2f}",
+                f"{ys[i]:.2f}",
                 (xs[i], ys[i]),
                 xytext=(0, -15 if low else 7) if self.ticks else (4, -3),
                 textcoords="offset points",

@@ -66,6 +66,20 @@ def test_a_chat_about_an_image(folder: Path) -> None:
     assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
 
 
+def test_a_message_that_is_refused_loses_no_image(folder: Path) -> None:
+    """The next message goes without the image, and nobody is told."""
+    lines = [
+        f"/image {folder / 'a.png'}",
+        "what " * 100_000,
+        "what",
+        f"/save {folder / 'chat.json'}",
+    ]
+    shown = command(folder, "chat", "-m", "8", typed="\n".join(lines) + "\n")
+    assert "cannot be continued" in shown.stderr
+    messages = json.loads((folder / "chat.json").read_text())["messages"]
+    assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
+
+
 def test_the_tower_is_in_the_plan(folder: Path) -> None:
     """A run with images passes its memory limit by the tower's weights."""
     shown = command(folder, "run", "--prompt", "what", "-m", "4")
