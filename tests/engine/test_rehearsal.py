@@ -44,7 +44,9 @@ class Device:
         return self.now
 
     def _slow(self, name: str, right: Callable[..., mx.array]) -> Any:
-        def forward(rows: ModelRows, tokens: mx.array) -> mx.array:
+        def forward(
+            rows: ModelRows, tokens: mx.array, *args: Any, **more: Any
+        ) -> mx.array:
             width = tokens.shape[1]
             wide = width if name == "forward" else width > 1
             num_rows = tokens.shape[0] if self.by_rows else 0
@@ -52,7 +54,7 @@ class Device:
             if kernel not in self.compiled:
                 self.compiled.add(kernel)
                 self.now += KERNEL
-            return right(rows, tokens)
+            return right(rows, tokens, *args, **more)
 
         return forward
 

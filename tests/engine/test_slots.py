@@ -61,9 +61,14 @@ def shapes_met(
             right = getattr(ModelRows, name)
 
             def noted(
-                self: ModelRows, tokens: mx.array, right: Any = right, met: Any = met
+                self: ModelRows,
+                tokens: mx.array,
+                *args: Any,
+                right: Any = right,
+                met: Any = met,
+                **more: Any,
             ) -> Any:
-                done = right(self, tokens)
+                done = right(self, tokens, *args, **more)
                 cache = self._caches[0]
                 longest = cache._longest
                 extent = min(cache.capacity, -(-longest // BUCKET) * BUCKET)
