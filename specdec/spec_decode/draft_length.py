@@ -668,10 +668,11 @@ class AutoLength:
         # Plain rounds that tries may lose.
         self._budget = 0.2
         self._save_at = 64
-        # Of the last choice: the rates by k, and the best k. Of the rounds read last:
-        # their k, how many in a row had it, and how many of these were timed.
+        # Of the last choice: the rates by k, and the best k, also before the last round
+        # was read. Of the rounds read last: their k, how many in a row had it, and how
+        # many of these were timed.
         self._rates_known: dict[int, float] = {}
-        self._best = 0
+        self._best = self._best_before = 0
         self._run = (0, LONGEST, TIMED)
         # For `reason`: how many rounds had so many rows and this k.
         self._chosen: Counter[tuple[int, int]] = Counter()
@@ -878,11 +879,15 @@ class AutoLength:
         """Charge what a round lost by having another k than the best."""
         num_rows, k = timing.num_rows, timing.num_draft_tokens
         rates, plain = self._rates_known, self.costs.plain_seconds(num_rows)
+        best_before, self._best_before = self._best_before, self._best
         if k == self._best:
             return
         cost, late = self.costs.relative(num_rows, k), once
         unfair = once > 0.02 or not timing.fair
-        if timing.seconds is not None and plain is not None and unfair:
+        # A round that was the best until now shared its time with the next one.
+        if k == best_before:
+            late = 0.0
+        elif timing.seconds is not None and plain is not None and unfair:
             late = timing.seconds / plain - cost
         best = rates.get(self._best, 0.0)
         loss = cost * (1 - rates.get(k, best) / best) if best else 0.0

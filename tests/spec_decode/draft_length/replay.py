@@ -179,7 +179,7 @@ class Job:
 
 
 def recorded() -> dict[str, Job]:
-    """The recorded jobs by name."""
+    """The jobs of ``recorded.json`` by name."""
     jobs = {}
     content: dict[str, Any] = json.loads(RECORDED.read_text("utf-8"))
     for name, cell in content.items():

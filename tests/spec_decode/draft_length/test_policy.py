@@ -318,6 +318,23 @@ def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:
     assert max(chosen) > 1
 
 
+def test_a_round_read_late_is_no_try_of_what_was_best_before() -> None:
+    """Catches a plain round that is charged for the new shape built beside it."""
+    cost = gpu(0.02)
+    length = AutoLength(RoundCosts(ForwardCosts([cost.measured(1)]), new_shape=3.0))
+    state = BatchState(1, [8], 1000)
+    observe(length, cost, 0, 0, 2)
+    before = length._budget
+    drafted = length.choose(replace(state, in_flight=[0]))
+    assert drafted > 0
+    # The plain round is read while the new shape is made.
+    length.observe(RoundTiming(1, 0, [], 4.0, fair=False))
+    assert length._budget > before - 0.5
+    # One that no choice thought best is charged what it took.
+    length.observe(RoundTiming(1, 8, [(8, 0)], 9.0, fair=False))
+    assert length._budget < before - 5
+
+
 def test_what_is_thought_better_is_tried_first() -> None:
     """Though its new shape is not repaid by one request, and others are cheaper."""
     measured = Forwards(32, {1: 3.5, 2: 3.6, 5: 3.8, 9: 3.9}, 0.6)
