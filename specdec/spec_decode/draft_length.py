@@ -69,8 +69,9 @@ PRIOR, PRIOR_WEIGHT = 0.6, 2.0
 # Standard deviations of logarithms: of a round's time; of the machine's pace, from one
 # round to the next; of a cost that no round has confirmed.
 NOISE, PACE, UNSURE = 0.08, 0.06, 0.2
-# Forwards of which rounds take e^-BUSY of the time were measured on a busy machine.
-BUSY = 0.3
+# A logarithm of times: a larger error is no noise. Rounds that are faster by it than
+# their forwards say that those were measured on a busy machine.
+GROSS = 0.3
 # How much rows differ (the variance of their factors) before it is known.
 SPREAD = 1 / 8
 
@@ -471,8 +472,9 @@ class RoundCosts:
 
     def covers(self, num_rows: int) -> bool:
         """Whether forwards need no measurement: known ones are near, and not busy."""
-        quiet = [f.num_rows for f in self.forwards.measured if not f.busy]
-        return any(2 / 3 <= b / num_rows <= 1.5 for b in {*quiet, *self.measured})
+        measured = self.forwards.measured
+        good = [f for f in measured if not f.busy or f.num_rows in self.measured]
+        return ForwardCosts(good).covers(num_rows)
 
     def add(self, forwards: Forwards) -> None:
         """Take in forwards that this process has measured."""
@@ -481,7 +483,7 @@ class RoundCosts:
 
     def seem_busy(self) -> bool:
         """Whether rounds are much faster than the forwards measured before them."""
-        return self._pace is not None and self._pace < -BUSY
+        return self._pace is not None and self._pace < -GROSS
 
     def source(self, num_rows: int, k: int) -> str | None:
         """Where the cost of a round comes from; ``None``: from rounds timed here."""
@@ -596,9 +598,9 @@ class RoundCosts:
         # What was measured or stored may be wrong by any factor. Later rounds are not,
         # and a stall says nothing, but no load makes a round quicker.
         trusted = k > 0 and mine.confirmed < (TIMED if error < 0 else 1)
-        trusted &= abs(error) > 0.3
+        trusted &= abs(error) > GROSS
         if not trusted:
-            error = max(min(-0.3, -moved), min(max(0.3, -moved), error))
+            error = max(min(-GROSS, -moved), min(max(GROSS, -moved), error))
         of_mine = of_last = of_drafts = 0.0
         if k:  # while k stays, most of an error is the pace's
             of_mine = mine.variance(self.rounds) * (1 if key != self._last else 1 / 4)
@@ -606,9 +608,9 @@ class RoundCosts:
         if self._last is not None and key != self._last and self._last[1]:
             last = self.timed[self._last]
             of_last = last.variance(self.rounds)
-        if abs(moved) > 0.3:
+        if abs(moved) > GROSS:
             share = max(0.0, min(1.0, -error / moved))
-            of_drafts = moved**2 if abs(error) > 0.3 else 0.0
+            of_drafts = moved**2 if abs(error) > GROSS else 0.0
             self._of_drafts = (self._of_drafts + share) / 2
         step = error / (PACE**2 + NOISE**2 + of_mine + of_last + of_drafts)
         mine.excess += step * of_mine
@@ -738,7 +740,7 @@ class AutoLength:
         """The values of k to choose from: a few positions beyond those tried.
 
         Longer ones are in reach where a block is drafted at once and they cost hardly
-        more, and where the budget for tries is full.
+        more.
         """
         room = min(self.max_draft_tokens, max(state.room, default=0))
         top = min(room, 2 * self.acceptance.measured + 1)
