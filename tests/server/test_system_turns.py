@@ -170,7 +170,7 @@ def test_calls_of_any_history_reach_the_prompt(tmp_path: Path) -> None:
         ):  # fmt: skip
             function = {"name": "f", "arguments": written}
             call = {"id": "c", "type": "function", "function": function}
-            turns = [
+            turns: list[Any] = [
                 {"role": "user", "content": "a"},
                 {"role": "assistant", "content": None, "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": "c", "content": "r"},
