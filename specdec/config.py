@@ -48,6 +48,8 @@ class EngineConfig:
         prefix_cache_size: the most bytes of entries in this folder.
         prefix_cache_memory: the most bytes of prefixes kept in memory. ``None`` is
             1 GB with a ``prefix_cache``, and 0 (keep none) without.
+        prefix_answers: whether answers are kept with their prompts, so that the next
+            turn of the same client's conversation does not compute them again.
         draft_corpus: whether ``ngram`` drafts also look in finished answers of the same
             client.
         memory_limit: the most bytes that MLX should hold. Models that cannot fit are
@@ -68,6 +70,7 @@ class EngineConfig:
     prefix_cache: str | os.PathLike[str] | None = None
     prefix_cache_size: int = DEFAULT_PREFIX_CACHE_SIZE
     prefix_cache_memory: int | None = None
+    prefix_answers: bool = True
     draft_corpus: bool = True
     memory_limit: int | None = None
 

@@ -90,6 +90,8 @@ class Request:
     #: The token that ended it.
     stop_token: int | None = None
     error: str | None = None
+    #: Chosen tokens that are no output: those after a stop text, and its end token.
+    unshown: list[int] = field(default_factory=list)
     #: Bits in which its keys and values are stored; None: unquantized.
     kv_bits: int | None = None
     #: The memory that its row needs, once computed (by engine.admission).
@@ -211,11 +213,13 @@ class Request:
         return used, ending
 
     def _end(self, reason: FinishReason, token: int | None = None) -> None:
+        self.unshown = [] if token is None else [token]
         if self.output is not None:
             self.output.finish(look=reason in ("stop", "length"))
             if self.output.matched is not None:
                 reason, token = "stop", None
                 self.stop_reason = self.output.matched
+                self.unshown[:0] = self.tokens[self.output.num_tokens :]
                 del self.tokens[self.output.num_tokens :]
         del self.logprobs[len(self.tokens) :]
         self.stop_token = token

@@ -506,6 +506,19 @@ class BatchRecurrentCache(BatchCache):
         """A copy of the states of a row, shape (1, ...) each."""
         return tuple(mx.contiguous(a[row : row + 1]) for a in self.arrays)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the states before the last write are still there."""
+        before = _arrays(self._before)
+        return self._num_written > 0 and len(before) == self.num_states
+
+    def states_before(self, row: int) -> Arrays:
+        """A copy of the states of a row before the last write, shape (1, ...) each.
+
+        They are there if the cache :attr:`remembers` them.
+        """
+        return tuple(mx.contiguous(a[row : row + 1]) for a in _arrays(self._before))
+
     def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
         """Become one row of ``length`` tokens with these states."""
         self._storage.arrays = arrays

@@ -89,7 +89,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Memory": (
         "memory_limit", "device", "memory", "prefill_step_size", "max_kv_size",
         "kv_bits", "kv_group_size", "quantized_kv_start", "prefix_cache",
-        "prefix_cache_size", "prefix_cache_memory", "prefix_sharing",
+        "prefix_cache_size", "prefix_cache_memory", "prefix_answers", "prefix_sharing",
     ),
     "Many devices": ("replicas", "ray", "ray_workers"),
     "Output": (
@@ -551,6 +551,7 @@ prefix_cache = (
         "keeps none. [default: 1GB with --prefix-cache, with turns and in specdec "
         "serve; else 0]",
     ),
+    field(EngineConfig, "prefix_answers", "--prefix-answers/--no-prefix-answers"),
 )
 
 

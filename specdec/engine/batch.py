@@ -76,8 +76,8 @@ class DecodeBatch(Rounds):
             single_stays=True,
             images=[s.images if s else () for s in self.slots],
         )
-        if any(salts := self._salts):
-            self._target.separate(salts)
+        if self._is_separate:
+            self._target.separate(*self._sharing)
         self._drafter = drafter
         self._draft: DraftRows | None = None
         if self._wants_draft():
@@ -121,13 +121,20 @@ class DecodeBatch(Rounds):
             # each.
             most = self._target.max_length
         rows = self._drafter.rows(texts, max_length=most)
-        if any(salts := self._salts):
-            rows.separate(salts)
+        if self._is_separate:
+            rows.separate(*self._sharing)
         return rows
 
     @property
-    def _salts(self) -> list[str | None]:
-        return [None if s is None else s.params.cache_salt for s in self.slots]
+    def _sharing(self) -> tuple[list[str | None], list[str | None]]:
+        """The salt of each slot, and the client whose answers it may reuse."""
+        params = [None if s is None else s.params for s in self.slots]
+        salts = [None if p is None else p.cache_salt for p in params]
+        return salts, [None if p is None else p.draft_corpus for p in params]
+
+    @property
+    def _is_separate(self) -> bool:
+        return any(any(names) for names in self._sharing)
 
     @property
     def prefill_tokens(self) -> int:
@@ -225,6 +232,7 @@ class DecodeBatch(Rounds):
             i for i, s in enumerate(self.slots) if s and s.finish_reason is not None
         ]
         for i in ended:
+            self._store(i)
             self._remember(self.slots[i])
             self.slots[i] = None
         running, size = len(self.unfinished), len(self.slots)
@@ -243,6 +251,19 @@ class DecodeBatch(Rounds):
                 self._draft.reset(ended)
             self._note_rows()
         self._note_lengths()
+
+    def _store(self, slot: int) -> None:
+        """Keep the columns of a row that has ended, in the prefix store."""
+        request, draft = self.slots[slot], self._draft
+        if request is None or request.finish_reason == "error":
+            return
+        rounds = [f.num_draft_tokens for f in self._in_flight if f.has(request)]
+        *known, last = request.prompt_tokens
+        tokens = [last, *request.tokens, *request.unshown]
+        if self._target.beside is None or (draft is not None and draft.context):
+            self._target.store(slot, tokens, len(known), rounds)
+        if draft is not None and request.drafts:
+            draft.store(slot, tokens, len(known), rounds)
 
     def _remember(self, request: Request | None) -> None:
         """Show the drafter a finished answer."""

@@ -227,6 +227,7 @@ class Engine:
         self._count(outputs)
         self.stats.decode_seconds += self._lap()
         if not self.busy:
+            self._write_prefixes()
             self._lapped = None
         return outputs
 
@@ -474,8 +475,17 @@ class Engine:
             self._running.read(round_)
             self.stats.rounds += 1
         self._observer.read(round_.num_draft_tokens, rows)
+        self._write_prefixes(at_most=1)
         self._retire()
         return [StepOutput.of(s) for s in rows]
+
+    def _write_prefixes(self, at_most: int | None = None) -> None:
+        """Write copies of rows that ended in earlier steps to disk.
+
+        They are computed by now, so that nothing waits for the device.
+        """
+        if (prefixes := self._models[0].prefixes) is not None:
+            prefixes.store.write_computed(at_most)
 
     def _retire(self) -> None:
         """Remove rows that have ended, and rounds in flight that no row needs.

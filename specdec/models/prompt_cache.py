@@ -90,7 +90,8 @@ def write_prompt_cache(
             cannot be written.
     """
     prefixes = _prefixes(runner)
-    session = prefixes.begin([tokens], max_write=runner.options.max_write)
+    # The last token is left for mlx-lm to go on with.
+    session = prefixes.begin([tokens[:-1]], max_write=runner.options.max_write)
     for _ in session.find():
         pass
     (length,) = session.reused

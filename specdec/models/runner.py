@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -88,6 +89,7 @@ class ModelRunner:
         model = with_recurrent_rows(with_row_positions(model))
         self.name = name
         self.prefill_step_size = config.prefill_step_size
+        self._stores_answers = config.prefix_answers
         single = backend.pad_single_token and takes_single(model)
         if single or slow_pairs(model):
             backend = replace(backend, pad_single_token=False)
@@ -308,11 +310,21 @@ class ModelRows:
         self.session: PrefixSession | None = None
         #: The rows of :attr:`ModelRunner.beside`, stored in the same prefixes.
         self.beside: ModelRows | None = None
+        # Stores the tokens of each row at its end; None: nothing is stored.
+        self._finish: list[Callable[..., None] | None] = [None] * len(prompts)
 
-    def separate(self, salts: Sequence[str | None]) -> None:
-        """Share prefixes only among rows of one salt; call this before prefill."""
+    def separate(
+        self, salts: Sequence[str | None], clients: Sequence[str | None]
+    ) -> None:
+        """Share prefixes only among rows of one salt, and answers of one client.
+
+        Call this before prefill.
+
+        Args:
+            clients: whose answers each row may reuse; ``None``: those of its salt.
+        """
         if self.session is not None:
-            self.session.separate(salts)
+            self.session.separate(salts, clients)
 
     @property
     def offset(self) -> mx.array:
@@ -397,6 +409,42 @@ class ModelRows:
         # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
         self._memo.clear()
+        if self.session is not None and self.runner._stores_answers:
+            finish = self.session.finish
+            self._finish = [partial(finish, i) for i in range(len(lengths))]
+
+    def store(
+        self, row: int, tokens: Sequence[int], begin: int, rounds: Sequence[int] = ()
+    ) -> None:
+        """Store what a row that has ended holds, for later prompts that go on from it.
+
+        Copies are handed to the device, which nothing waits for. Rejected tokens are
+        not stored. Where no rings or states are left of the row's end, nothing is.
+
+        Args:
+            tokens: the row's committed tokens after the first ``begin``. The last one
+                is only stored where states have read it.
+            begin: tokens of the prompt that were prefilled.
+            rounds: the number of draft tokens of each round that has the row and was
+                not read. What such a round keeps follows ``tokens``.
+        """
+        finish, prefixes = self._finish[row], self.runner.prefixes
+        if finish is None or prefixes is None or len(tokens) < 2:
+            return
+        caches = self._every_cache()
+        states = [c for c in members(caches) if isinstance(c, BatchRecurrentCache)]
+        # A ring can take back one round.
+        if prefixes.form.has_ends and len(rounds) > 1:
+            return
+        before = bool(rounds) and all(c.remembers for c in states)
+        if states and rounds and not before:
+            # A round of one token, whose states stay, has read the last one.
+            if self.beside is not None or any(rounds):
+                return
+            answer = tokens
+        else:
+            (answer,) = self.runner._known_as([tokens[:-1]], tokens[-1:])
+        finish(caches, row, answer, begin, before=before)
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings change size)."""
@@ -546,6 +594,7 @@ class ModelRows:
         twice, and the memory is free before other rows need it.
         """
         self._images.filter(rows)
+        self._finish = [self._finish[row] for row in rows]
         for cache in self._caches:
             cache.filter(rows)
             mx.eval(cache.state)
@@ -554,11 +603,15 @@ class ModelRows:
         """Put the first rows of ``other``, which is not used again, into ``rows``."""
         self._images.place(rows, other._images)
         place_caches(self._caches, rows, other._caches)
+        for i, row in enumerate(rows):
+            self._finish[row] = other._finish[i]
         self.runner.joined = weakref.ref(self)
 
     def reset(self, rows: Sequence[int]) -> None:
         """Empty the given rows."""
         self._images.reset(rows)
+        for row in rows:
+            self._finish[row] = None
         for cache in self._caches:
             cache.reset(rows)
 
@@ -576,4 +629,5 @@ class ModelRows:
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which is not used afterwards."""
         self._images.extend(other._images)
+        self._finish += other._finish
         extend_caches(self._caches, other._caches)

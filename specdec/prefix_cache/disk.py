@@ -168,7 +168,8 @@ class DiskTier:
             parent = self._nodes.get(file.parent)
             if parent is None or parent.end != 1 + file.start:
                 return False
-            path = parent.path()
+            # A client's answer stands on a prompt that others share.
+            path = (file.signature, *parent.path()[1:])
         node = self._nodes.get(file.place)
         files = dict(node.value or {}) if node is not None else {}
         if file.kind in files:  # two processes wrote the same at once

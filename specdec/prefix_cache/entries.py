@@ -123,6 +123,17 @@ def salted(signature: str, salt: str | None) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
+def answered(root: str, client: str | None) -> str:
+    """The signature of a client's answers to prompts whose signature is ``root``.
+
+    It is ``root`` itself where all who share the prompts are one client (``None``).
+    """
+    if client is None:
+        return root
+    text = f"{root} client {client}"
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
 def place_key(parent: str, tokens: Sequence[int | str]) -> str:
     """The name of a place: a hash of its parent's name and the tokens between.
 

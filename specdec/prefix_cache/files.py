@@ -142,7 +142,10 @@ def read_header(path: Path) -> File:
         raise DamagedError(_NOT_OURS)
     if not _is_possible(found):
         raise DamagedError("it cannot lie where it says")
-    if place_key(found.parent, found.tokens) != found.place or not found.tokens:
+    # A client's first entry after shared ones says whose it is.
+    ways: tuple[tuple[int | str, ...], ...] = (), (found.signature,)
+    keys = [place_key(found.parent, (*way, *found.tokens)) for way in ways]
+    if found.place not in keys or not found.tokens:
         raise DamagedError("its tokens do not lead to its place")
     if nbytes != 8 + length + max((a.end for a in arrays.values()), default=0):
         raise DamagedError("it is cut short, or longer than it says")

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .entries import Kind, Plan, block_start, place_key, salted
+from .entries import Kind, Plan, answered, block_start, place_key, salted
 from .radix import common_length
 from .signature import KnownWeights, signature
 from .snapshot import Form, Piece, cut, refill
@@ -90,21 +90,34 @@ class _Row:
         shared: tokens in common with a stored prompt.
         covered: tokens that stored blocks hold.
         branch: where it diverges from other known prompts; 0: nowhere.
+        answers: the signature that entries of its client alone begin with.
+        private: where these entries begin; ``None``: all are shared.
     """
 
     tokens: tuple[int, ...]
     keys: list[str]
+    answers: str
     plan: Plan[Piece] = NOTHING
     reused: int = 0
     slack: int = 0
     shared: int = 0
     covered: int = 0
     branch: int = 0
+    private: int | None = None
 
     @property
     def root(self) -> str:
         """The signature that its entries begin with, salted if the row has a salt."""
         return self.keys[0]
+
+    def keep_private(self, start: int, size: int) -> None:
+        """Store what follows ``start``, where a block begins, for its client alone."""
+        if self.answers == self.root or self.private is not None:
+            return
+        del self.keys[start // size + 1 :]
+        self.private = start
+        if not start:
+            self.keys = [self.answers]
 
 
 class PrefixSession:
@@ -117,12 +130,19 @@ class PrefixSession:
         self._store = prefixes.store
         self._max_write = max_write
         self._signature = prefixes.signature
-        self._rows = [_Row(tokens, [self._signature]) for tokens in prompts]
+        own = self._signature
+        self._rows = [_Row(tokens, [own], own) for tokens in prompts]
 
-    def separate(self, salts: Sequence[str | None]) -> None:
-        """Let each row use only prefixes of its own salt; call this first."""
-        for row, salt in zip(self._rows, salts, strict=True):
+    def separate(
+        self, salts: Sequence[str | None], clients: Sequence[str | None]
+    ) -> None:
+        """Let each row use only prefixes of its own salt, and its client's answers.
+
+        Call this first.
+        """
+        for row, salt, client in zip(self._rows, salts, clients, strict=True):
             row.keys = [salted(self._signature, salt)]
+            row.answers = answered(row.root, client)
 
     @property
     def reused(self) -> list[int]:
@@ -151,7 +171,9 @@ class PrefixSession:
         for i, row in enumerate(self._rows):
             if i in without:
                 continue
-            found = self._store.lookup(row.root, row.tokens, form)
+            found = self._store.lookup(row.root, row.tokens, form, row.answers)
+            if found.private is not None:
+                row.keep_private(found.private, self._store.block_size)
             row.plan, row.shared = found.plan, found.shared
             row.covered = found.covered
             row.reused = found.plan.length
@@ -229,6 +251,39 @@ class PrefixSession:
                         ),
                     )
 
+    def finish(
+        self, number: int, caches: list[Any], slot: int, answer: Sequence[int],
+        begin: int, *, before: bool,
+    ) -> None:
+        """Store the tokens of a row that has ended; nothing waits for the device.
+
+        Args:
+            number: the row among those of this session.
+            caches: caches that hold the row now.
+            slot: the row in ``caches``.
+            answer: keys of the tokens after the prompt.
+            begin: the length of the prompt. If the row did not take it in, nothing is
+                stored.
+            before: recurrent states are those before the last write.
+        """
+        row, size = self._rows[number], self._store.block_size
+        if self._is_outdated or len(row.tokens) != begin:
+            return
+        row.tokens += tuple(answer)
+        first, end = begin - begin % size, len(row.tokens)
+        row.keep_private(first, size)
+        for start in range(first, end, size):
+            last = min(start + size, end)
+            kinds: list[Kind] = ["block"]
+            if self._prefixes.form.has_ends and last == end:
+                kinds.append("ring")
+            for kind in kinds:
+                copy = partial(
+                    cut, caches, slot, kind, start, last, 0, before=before, waits=False
+                )
+                place = self._place(row, start, last)
+                self._store.insert(place, kind, copy, computed=False)
+
     def _ends(
         self, row: _Row, first: int, last: int
     ) -> Iterator[tuple[int, list[Kind]]]:
@@ -254,12 +309,18 @@ class PrefixSession:
         size = self._store.block_size
         while len(row.keys) <= start // size:
             at = (len(row.keys) - 1) * size
-            row.keys.append(place_key(row.keys[-1], row.tokens[at : at + size]))
-        parent = row.keys[start // size]
+            row.keys.append(self._key(row, at, at + size))
+        private = row.private is not None and start >= row.private
         return Place(
-            path=(row.root, *row.tokens[:end]),
-            key=place_key(parent, row.tokens[start:end]),
-            parent=parent,
+            path=(row.answers if private else row.root, *row.tokens[:end]),
+            key=self._key(row, start, end),
+            parent=row.keys[start // size],
             start=start,
             model=self._prefixes.name,
         )
+
+    def _key(self, row: _Row, start: int, end: int) -> str:
+        tokens: tuple[int | str, ...] = row.tokens[start:end]
+        if start and start == row.private:  # it stands on a shared entry
+            tokens = row.answers, *tokens
+        return place_key(row.keys[start // self._store.block_size], tokens)

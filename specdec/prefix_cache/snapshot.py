@@ -152,11 +152,23 @@ def ring_positions(keep: int, window: int, end: int, slack: int) -> list[int]:
 
 
 def cut(
-    caches: Sequence[Any], row: int, kind: Kind, start: int, end: int, slack: int
+    caches: Sequence[Any],
+    row: int,
+    kind: Kind,
+    start: int,
+    end: int,
+    slack: int,
+    *,
+    before: bool = False,
+    waits: bool = True,
 ) -> Piece:
     """Copy a block, or the rings, of a row out of its caches.
 
     Ring caches must still hold their :func:`ring_positions`.
+
+    Args:
+        before: take recurrent states as they were before the last write.
+        waits: wait until the copies are computed; otherwise they are only begun.
     """
     if kind == "block":
         block = range(start, end)
@@ -166,8 +178,11 @@ def cut(
             c.columns(row, ring_positions(c.keep, c.window, end, slack))
             for c in ring_caches(caches)
         ]
-        arrays += [c.states_of(row) for c in recurrent_caches(caches)]
-    mx.eval(arrays)
+        arrays += [
+            c.states_before(row) if before else c.states_of(row)
+            for c in recurrent_caches(caches)
+        ]
+    (mx.eval if waits else mx.async_eval)(arrays)
     return Piece(kind, start, end, slack, tuple(arrays))
 
 

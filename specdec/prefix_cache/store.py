@@ -8,6 +8,7 @@ best entries of both.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class Place:
     start: int
     model: str
 
+    @property
+    def below(self) -> str | None:
+        """The place of the entry that it stands on; ``None``: it begins a prompt."""
+        return self.parent if self.start else None
+
     def fields(self, slack: int) -> dict[str, str]:
         """The header of the entry's file."""
         signature, *tokens = self.path
@@ -68,11 +74,14 @@ class Found:
         shared: tokens of the longest prefix that it shares with a stored prompt.
         covered: first tokens that stored blocks hold without a gap. With a disk tier,
             only blocks on disk count.
+        private: where the first piece of the client's own begins; ``None``: all are
+            shared.
     """
 
     plan: Plan[Piece]
     shared: int
     covered: int
+    private: int | None = None
 
 
 def open_store(config: EngineConfig) -> PrefixStore | None:
@@ -88,7 +97,7 @@ def open_store(config: EngineConfig) -> PrefixStore | None:
 
 
 class PrefixStore:
-    """Keeps keys and values of prompts for later prompts with the same prefix.
+    """Keeps keys and values for later prompts with the same prefix.
 
     Args:
         memory: bytes that the memory tier may hold.
@@ -110,6 +119,8 @@ class PrefixStore:
         self.min_length = max(1, block_size // 8)
         self.disk = None if folder is None else DiskTier(folder, disk)
         self._memory: RadixTree[dict[Kind, Piece]] = RadixTree(memory)
+        # Entries that are being computed, and are to be written to disk then.
+        self._unwritten: deque[tuple[Place, Piece]] = deque()
         # Sessions in several threads may share a store.
         self._lock = threading.Lock()
 
@@ -125,43 +136,59 @@ class PrefixStore:
 
     def flush(self) -> None:
         """Wait until everything is on disk."""
+        self.write_computed()
         if self.disk is not None:
             self.disk.flush()
 
     def close(self) -> None:
         """Write all queued entries and end the disk tier's thread."""
+        self.write_computed()
         if self.disk is not None:
             self.disk.close()
 
-    def lookup(self, signature: str, tokens: Tokens, form: Form) -> Found:
+    def lookup(
+        self, signature: str, tokens: Tokens, form: Form, answers: str | None = None
+    ) -> Found:
         """The longest prefix of ``tokens`` that can be restored, read into memory.
 
         Args:
             form: the form of the model's caches.
+            answers: the signature of the client's own entries, if they have another.
         """
-        path = (signature, *tokens)
+        roots = dict.fromkeys([signature, answers or signature])
         with self._lock:
-            return self._lookup(path, form)
+            return self._lookup([(root, *tokens) for root in roots], form)
 
-    def _lookup(self, path: _Path, form: Form) -> Found:
+    def _lookup(self, paths: list[_Path], form: Form) -> Found:
         while True:
-            match = self._memory.match(path)
-            shared = max(match.length - 1, 0)
-            found: list[tuple[Piece | File, int]] = [*reached(match)]
+            matches = [self._memory.match(path) for path in paths]
+            shared = max(max(match.length - 1, 0) for match in matches)
+            found: list[tuple[Piece | File, int]] = []
             files: list[tuple[File, int]] = []
-            if self.disk is not None:
-                on_disk, files = self.disk.find(path)
-                shared = max(shared, on_disk)
-                found += files
+            own: set[int] = set()
+            for path, match in zip(paths, matches, strict=True):
+                entries: list[tuple[Piece | File, int]] = [*reached(match)]
+                if self.disk is not None:
+                    on_disk, there = self.disk.find(path)
+                    shared = max(shared, on_disk)
+                    entries += there
+                    files += there
+                found += entries
+                if path is not paths[0]:
+                    own = {id(entry) for entry, _ in entries}
             covered, _ = chained(found if self.disk is None else files)
             best = plan(found, linear=bool(form.linear), rings=form.has_ends)
             if best.length < self.min_length:
                 return Found(Plan(0), shared, covered)
+            used = [*best.blocks, *([best.ring] if best.ring else [])]
+            starts = [entry.start for entry in used if id(entry) in own]
             loaded = self._load(best, form)
             if loaded is not None:
-                for node in [*match.passed, *islice(match.beneath(), 1)][-1:]:
-                    self._memory.touch(node)
-                return Found(loaded, shared, covered)
+                # The client's own entries stand on shared ones, which go last.
+                for match in reversed(matches):
+                    for node in [*match.passed, *islice(match.beneath(), 1)][-1:]:
+                        self._memory.touch(node)
+                return Found(loaded, shared, covered, min(starts, default=None))
             # A file could not be read and has left the index: plan again without it.
 
     def _load(self, best: Plan[Piece | File], form: Form) -> Plan[Piece] | None:
@@ -205,27 +232,57 @@ class PrefixStore:
                     pieces.append(piece)
         return pieces
 
-    def insert(self, place: Place, kind: Kind, cut: Callable[[], Piece]) -> None:
+    def insert(
+        self,
+        place: Place,
+        kind: Kind,
+        cut: Callable[[], Piece],
+        *,
+        computed: bool = True,
+    ) -> None:
         """Store an entry in each tier that lacks it at ``place`` and can take it.
 
-        ``cut`` makes its piece; it is not called if the memory tier holds the entry.
+        Args:
+            cut: makes its piece; not called if the memory tier holds the entry.
+            computed: whether its arrays are computed. If not, the entry is written to
+                disk by :meth:`write_computed`.
         """
         with self._lock:
-            self._insert(place, kind, cut)
+            node = self._memory.get(place.path)
+            piece = None if node is None else (node.value or {}).get(kind)
+            disk = self.disk
+            if computed:
+                to_disk = disk is not None and disk.takes(kind, place.key, place.below)
+            else:  # what it stands on may not be written yet
+                to_disk = disk is not None and not disk.has(kind, place.key)
+            if node is not None and piece is not None:
+                self._memory.touch(node)
+            elif to_disk or self._memory.budget:
+                piece = cut()
+                self._keep(place.path, piece)
+            if to_disk and piece is not None:
+                if computed:
+                    self._write(place, piece)
+                else:
+                    self._unwritten.append((place, piece))
 
-    def _insert(self, place: Place, kind: Kind, cut: Callable[[], Piece]) -> None:
-        node = self._memory.get(place.path)
-        piece = None if node is None else (node.value or {}).get(kind)
-        parent = place.parent if place.start else None
-        to_disk = self.disk is not None and self.disk.takes(kind, place.key, parent)
-        if node is not None and piece is not None:
-            self._memory.touch(node)
-        elif to_disk or self._memory.budget:
-            piece = cut()
-            self._keep(place.path, piece)
-        if to_disk and self.disk is not None and piece is not None:
+    def write_computed(self, at_most: int | None = None) -> None:
+        """Write entries to disk whose arrays were still being computed when stored.
+
+        Args:
+            at_most: how many; ``None``: all.
+        """
+        with self._lock:
+            n = len(self._unwritten)
+            for _ in range(n if at_most is None else min(n, at_most)):
+                place, piece = self._unwritten.popleft()
+                if self.disk and self.disk.takes(piece.kind, place.key, place.below):
+                    self._write(place, piece)
+
+    def _write(self, place: Place, piece: Piece) -> None:
+        if self.disk is not None:
             data = pack(piece, place.fields(piece.slack))
-            self.disk.write(Job(kind, place.key, parent, data))
+            self.disk.write(Job(piece.kind, place.key, place.below, data))
 
     def _keep(self, path: _Path, piece: Piece) -> None:
         """Put a piece into the memory tier; the other kind at its place stays."""

@@ -86,7 +86,8 @@ class ChainRows(DraftRows):
         self._second = second
         self._num_layers = num_layers
 
-    separate, note_lengths = _both("separate"), _both("note_lengths")
+    separate, store = _both("separate"), _both("store")
+    note_lengths = _both("note_lengths")
     filter, reset = _both("filter"), _both("reset")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -63,13 +64,17 @@ class DraftModel(Drafter):
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
     ) -> DraftModelRows:
-        known: list[Sequence[int]] = [p[:-1] for p in prompts]
-        if (reads := self._host_reads) is not None:
-            known = [reads[np.array(p, np.int32)].tolist() for p in known]
-        elif self._lacks:
-            known = [[min(token, self.vocab_size - 1) for token in p] for p in known]
+        known = [self.known(p[:-1]) for p in prompts]
         rows = self.runner.rows(known, max_round=self.max_round, max_length=max_length)
         return DraftModelRows(self, rows)
+
+    def known(self, tokens: Sequence[int]) -> Sequence[int]:
+        """:meth:`read` for tokens on the host."""
+        if (reads := self._host_reads) is not None:
+            return cast("list[int]", reads[np.array(tokens, np.int32)].tolist())
+        if self._lacks:
+            return [min(token, self.vocab_size - 1) for token in tokens]
+        return tokens
 
     def read(self, tokens: mx.array) -> mx.array:
         """The draft's tokens for the target's."""
@@ -113,8 +118,18 @@ class DraftModelRows(DraftRows):
     def new_shapes(self) -> int:
         return self._rows.new_shapes
 
-    def separate(self, salts: Sequence[str | None]) -> None:
-        self._rows.separate(salts)
+    def separate(
+        self, salts: Sequence[str | None], clients: Sequence[str | None]
+    ) -> None:
+        self._rows.separate(salts, clients)
+
+    def store(
+        self, row: int, tokens: Sequence[int], begin: int, rounds: Sequence[int]
+    ) -> None:
+        # The cache lacks two committed tokens, and those of rounds without a draft.
+        lag = 1 + max(0, self._missed.counts[row] - len(rounds))
+        known = self._draft.known(tokens)
+        self._rows.store(row, known[: max(0, len(known) - lag)], begin, rounds)
 
     @property
     def nbytes(self) -> int:

@@ -223,10 +223,30 @@ class DraftRows(ABC):
         """The rows of :attr:`Drafter.context`."""
         return None
 
-    def separate(self, salts: Sequence[str | None]) -> None:
+    def separate(
+        self, salts: Sequence[str | None], clients: Sequence[str | None]
+    ) -> None:
         """Share stored prefixes only among rows of the same salt.
 
-        Called before :meth:`prefill` if a request has a ``cache_salt``.
+        Called before :meth:`prefill` if a request has a ``cache_salt`` or a
+        ``draft_corpus``.
+
+        Args:
+            clients: answers are shared only among rows of the same client; ``None``:
+                of the same salt.
+        """
+        return
+
+    def store(
+        self, row: int, tokens: Sequence[int], begin: int, rounds: Sequence[int]
+    ) -> None:
+        """Store the columns of a row that has ended, for later prompts.
+
+        Args:
+            tokens: the row's committed tokens after the first ``begin``.
+            begin: tokens of the prompt without its last.
+            rounds: the number of draft tokens of each round that has the row and was
+                not read. What such a round keeps follows ``tokens``.
         """
         return
 

@@ -120,7 +120,8 @@ class _GuardedRows(DraftRows):
             return otherwise
 
     observe, commit = _asking("observe"), _asking("commit")
-    separate, note_lengths = _asking("separate"), _asking("note_lengths")
+    separate, store = _asking("separate"), _asking("store")
+    note_lengths = _asking("note_lengths")
     filter, reset = _asking("filter"), _asking("reset")
 
     @property

@@ -66,7 +66,7 @@ def decode(
     config = EngineConfig(
         batch_size=batch_size or len(prompts),
         num_draft_tokens=3 if draft is not None else 0,
-        **{"prefill_step_size": STEP, **options},
+        **{"prefill_step_size": STEP, "prefix_answers": False, **options},
     )
     params = params or SamplingParams(max_tokens=NEW_TOKENS)
     runner = Watched(target, "target", config, backend, store)
