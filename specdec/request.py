@@ -90,8 +90,11 @@ class Request:
     #: The token that ended it.
     stop_token: int | None = None
     error: str | None = None
-    #: Chosen tokens that are no output: those after a stop text, and its end token.
+    #: Committed tokens that are no output: from a stop text on, and an end token, with
+    #: what its last round committed after it.
     unshown: list[int] = field(default_factory=list)
+    #: Tokens of the last round that committed any.
+    newest: int = 0
     #: Bits in which its keys and values are stored; None: unquantized.
     kv_bits: int | None = None
     #: The memory that its row needs, once computed (by engine.admission).
@@ -182,7 +185,7 @@ class Request:
         """
         used, ending = self._append(tokens, logprobs)
         if ending is not None:
-            self._end(*ending)
+            self._end(*ending, rest=tokens[used:])
         return used
 
     def _append(
@@ -195,6 +198,7 @@ class Request:
         ending: _Ending | None = None
         if self.finish_reason is not None:
             return used, ending
+        self.newest = len(tokens)
         if self.remaining == 0:  # only the prompt was to be scored
             return used, ("length", None)
         for token in tokens:
@@ -212,8 +216,13 @@ class Request:
         self.logprobs += logprobs[:used]
         return used, ending
 
-    def _end(self, reason: FinishReason, token: int | None = None) -> None:
-        self.unshown = [] if token is None else [token]
+    def _end(
+        self,
+        reason: FinishReason,
+        token: int | None = None,
+        rest: Sequence[int] = (),
+    ) -> None:
+        self.unshown = [*([] if token is None else [token]), *rest]
         if self.output is not None:
             self.output.finish(look=reason in ("stop", "length"))
             if self.output.matched is not None:
@@ -256,7 +265,7 @@ class Request:
         _count(self.num_draft_tokens_per_pos, drafted)
         _count(self.num_accepted_tokens_per_pos, min(used, len(tokens) - 1))
         if ending is not None:
-            self._end(*ending)
+            self._end(*ending, rest=tokens[used:])
 
     def take(self) -> tuple[list[int], str, list[TokenLogprobs] | None]:
         """Take the tokens, text and log-probabilities that were not taken yet.

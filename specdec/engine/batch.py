@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from ..backend import LOOKAHEAD, BackendDefaults
-from ..models.runner import ModelRunner
+from ..models.runner import EndedRow, ModelRunner
 from ..request import Request
 from ..spec_decode import Drafter, DraftRows
 from ..spec_decode.commit import Committed
@@ -231,8 +231,8 @@ class DecodeBatch(Rounds):
         ended = [
             i for i, s in enumerate(self.slots) if s and s.finish_reason is not None
         ]
+        self._store(ended)
         for i in ended:
-            self._store(i)
             self._remember(self.slots[i])
             self.slots[i] = None
         running, size = len(self.unfinished), len(self.slots)
@@ -252,18 +252,25 @@ class DecodeBatch(Rounds):
             self._note_rows()
         self._note_lengths()
 
-    def _store(self, slot: int) -> None:
-        """Keep the columns of a row that has ended, in the prefix store."""
-        request, draft = self.slots[slot], self._draft
-        if request is None or request.finish_reason == "error":
-            return
-        rounds = [f.num_draft_tokens for f in self._in_flight if f.has(request)]
-        *known, last = request.prompt_tokens
-        tokens = [last, *request.tokens, *request.unshown]
+    def _store(self, ended: Sequence[int]) -> None:
+        """Keep the columns of rows that have ended, in the prefix store."""
+        rows, draft = [], self._draft
+        for slot in ended:
+            s = self.slots[slot]
+            if s is None or s.finish_reason == "error":
+                continue
+            rounds = [f.num_draft_tokens for f in self._in_flight if f.has(s)]
+            *prompt, last = s.prompt_tokens
+            shown = [last, *s.tokens, *([] if s.stop_token is None else [s.stop_token])]
+            tokens = [last, *s.tokens, *s.unshown]
+            excess = max(0, len(tokens) - 1 - len(shown))
+            # Only tokens of the last round can be taken back, and not all of them.
+            excess *= not rounds and excess < s.newest
+            rows.append(EndedRow(slot, len(prompt), tokens, excess, rounds))
         if self._target.beside is None or (draft is not None and draft.context):
-            self._target.store(slot, tokens, len(known), rounds)
-        if draft is not None and request.drafts:
-            draft.store(slot, tokens, len(known), rounds)
+            self._target.store(rows)
+        if draft is not None:
+            draft.store([r for r in rows if (s := self.slots[r.slot]) and s.drafts])
 
     def _remember(self, request: Request | None) -> None:
         """Show the drafter a finished answer."""

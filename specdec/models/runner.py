@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -271,6 +271,28 @@ class Scores(Protocol):
     def take(self, done: Sequence[int], valid: Sequence[int]) -> None: ...
 
 
+@dataclass(frozen=True)
+class EndedRow:
+    """A row that has ended, whose tokens may be stored.
+
+    Args:
+        slot: where it is.
+        begin: tokens of its prompt that were prefilled: all but the last.
+        tokens: its committed tokens after these, those of rounds that were not read
+            left out. Caches hold all but the last.
+        excess: how many tokens at their end are better left out, because no later
+            prompt has them; fewer than the last round committed.
+        rounds: the number of draft tokens of each round that has the row and was not
+            read.
+    """
+
+    slot: int
+    begin: int
+    tokens: Sequence[int]
+    excess: int
+    rounds: Sequence[int]
+
+
 class ModelRows:
     """The caches of some rows of a model, and forwards through them."""
 
@@ -413,38 +435,41 @@ class ModelRows:
             finish = self.session.finish
             self._finish = [partial(finish, i) for i in range(len(lengths))]
 
-    def store(
-        self, row: int, tokens: Sequence[int], begin: int, rounds: Sequence[int] = ()
-    ) -> None:
-        """Store what a row that has ended holds, for later prompts that go on from it.
+    def store(self, ended: Sequence[EndedRow]) -> None:
+        """Store what rows that have ended hold, for later prompts that go on from it.
 
         Copies are handed to the device, which nothing waits for. Rejected tokens are
-        not stored. Where no rings or states are left of the row's end, nothing is.
-
-        Args:
-            tokens: the row's committed tokens after the first ``begin``. The last one
-                is only stored where states have read it.
-            begin: tokens of the prompt that were prefilled.
-            rounds: the number of draft tokens of each round that has the row and was
-                not read. What such a round keeps follows ``tokens``.
+        not stored. Where no rings or states are left of a row's end, nothing is. The
+        rows cannot go on afterwards.
         """
-        finish, prefixes = self._finish[row], self.runner.prefixes
-        if finish is None or prefixes is None or len(tokens) < 2:
-            return
-        caches = self._every_cache()
+        ended = [row for row in ended if self._finish[row.slot] and row.tokens[1:]]
+        taken_back = [0] * self.num_rows
+        for row in ended:
+            taken_back[row.slot] = row.excess
+        if any(taken_back):
+            for cache in members(self._caches):
+                if isinstance(cache, BatchRecurrentCache):
+                    cache.trim_per_sequence(taken_back)
+        for row in ended:
+            self._store(row)
+
+    def _store(self, row: EndedRow) -> None:
+        finish, prefixes = self._finish[row.slot], self.runner.prefixes
+        assert finish is not None
+        assert prefixes is not None
+        if prefixes.form.has_ends and len(row.rounds) > 1:
+            return  # a ring can take back one round
+        end = len(row.tokens) - 1 - row.excess
+        caches, before = self._every_cache(), bool(row.rounds)
         states = [c for c in members(caches) if isinstance(c, BatchRecurrentCache)]
-        # A ring can take back one round.
-        if prefixes.form.has_ends and len(rounds) > 1:
-            return
-        before = bool(rounds) and all(c.remembers for c in states)
-        if states and rounds and not before:
+        if states and before and not all(c.remembers for c in states):
             # A round of one token, whose states stay, has read the last one.
-            if self.beside is not None or any(rounds):
+            if self.beside is not None or any(row.rounds):
                 return
-            answer = tokens
-        else:
-            (answer,) = self.runner._known_as([tokens[:-1]], tokens[-1:])
-        finish(caches, row, answer, begin, before=before)
+            before, end = False, end + 1
+        last = row.tokens[end : end + 1] or [0]
+        (answer,) = self.runner._known_as([row.tokens[:end]], last)
+        finish(caches, row.slot, answer, row.begin, before=before)
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings change size)."""

@@ -252,8 +252,14 @@ class PrefixSession:
                     )
 
     def finish(
-        self, number: int, caches: list[Any], slot: int, answer: Sequence[int],
-        begin: int, *, before: bool,
+        self,
+        number: int,
+        caches: list[Any],
+        slot: int,
+        answer: Sequence[int],
+        begin: int,
+        *,
+        before: bool,
     ) -> None:
         """Store the tokens of a row that has ended; nothing waits for the device.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.capacity import CATCH_UP_STEP
-from ..models.runner import ModelRows, ModelRunner
+from ..models.runner import EndedRow, ModelRows, ModelRunner
 from ..models.vocabulary import VocabularyMap
 from .backlog import Backlog, Piece
 from .drafter import Drafter, DraftRows, Proposals, Round
@@ -123,13 +124,17 @@ class DraftModelRows(DraftRows):
     ) -> None:
         self._rows.separate(salts, clients)
 
-    def store(
-        self, row: int, tokens: Sequence[int], begin: int, rounds: Sequence[int]
-    ) -> None:
-        # The cache lacks two committed tokens, and those of rounds without a draft.
-        lag = 1 + max(0, self._missed.counts[row] - len(rounds))
-        known = self._draft.known(tokens)
-        self._rows.store(row, known[: max(0, len(known) - lag)], begin, rounds)
+    def store(self, ended: Sequence[EndedRow]) -> None:
+        prefixes, rows = self._rows.runner.prefixes, []
+        if prefixes is None or prefixes.form.has_ends:  # they are further, or behind
+            return
+        for row in ended:
+            # Two tokens are missing, and those of rounds without a draft.
+            missed = max(0, self._missed.counts[row.slot] - len(row.rounds))
+            tokens = self._draft.known(row.tokens)
+            tokens = tokens[: max(0, len(tokens) - 1 - missed)]
+            rows.append(replace(row, tokens=tokens, excess=0))
+        self._rows.store(rows)
 
     @property
     def nbytes(self) -> int:

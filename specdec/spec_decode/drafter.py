@@ -9,7 +9,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from ..models.runner import ModelRows, ModelRunner
+from ..models.runner import EndedRow, ModelRows, ModelRunner
 from ..sampling import Draws, GrammarMasks, RowSampling
 from .rejection_sampler import Accepted
 
@@ -237,17 +237,8 @@ class DraftRows(ABC):
         """
         return
 
-    def store(
-        self, row: int, tokens: Sequence[int], begin: int, rounds: Sequence[int]
-    ) -> None:
-        """Store the columns of a row that has ended, for later prompts.
-
-        Args:
-            tokens: the row's committed tokens after the first ``begin``.
-            begin: tokens of the prompt without its last.
-            rounds: the number of draft tokens of each round that has the row and was
-                not read. What such a round keeps follows ``tokens``.
-        """
+    def store(self, ended: Sequence[EndedRow]) -> None:
+        """Store the columns of rows that have ended, for later prompts."""
         return
 
     def observe(

@@ -42,7 +42,7 @@ from tests.models.draft_heads import published
 from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB as VOCABULARY
-from tests.plain import AT_ONCE, BEHIND, drafts_of, exact, greedy, run_rows
+from tests.plain import AT_ONCE, BEHIND, METAL, drafts_of, exact, greedy, run_rows
 from tests.scripted import Script
 from tests.spec_decode.by_hand import layer_outputs
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -505,6 +505,52 @@ def test_prefixes_are_kept_with_the_context(
     assert made[True] == made[False]
 
 
+@pytest.mark.parametrize("backend", [AT_ONCE, METAL], ids=["cpu", "metal"])
+@pytest.mark.parametrize("name", ["dflash", "eagle3", "peagle"])
+def test_answers_are_kept_with_the_context(
+    name: str, backend: BackendDefaults, lender: LoadedModel, tmp_path: Path
+) -> None:
+    """After a reused answer, the head proposes what it proposes without a store.
+
+    An entry too few or too many, or of another token, would change what is accepted.
+    """
+    config = EngineConfig(batch_size=2, num_draft_tokens=K, prefill_step_size=16)
+    write_head(tmp_path, CONFIGS[name])
+    head = load_head(tmp_path, CONFIGS[name], "the draft", lender).model
+    counts = []
+    for stored in (False, True):
+        store = PrefixStore(memory=1 << 28, block_size=8) if stored else None
+        drafter = HeadDrafter(
+            ModelRunner(head, "head", config, backend, store),
+            vocab_size=VOCAB,
+            max_draft_tokens=K,
+        )
+        runner = ModelRunner(lender.model, "target", config, backend, store)
+        runner = runner.recording(drafter.hidden_layers, drafter.context)
+        prompts = [list(make_prompts()[4][:n]) for n in (41, 20)]
+        for turn in range(3):
+            engine = Engine(runner, drafter, config, backend, frozenset())
+            params = [SamplingParams(max_tokens=n) for n in (9, 14)]
+            requests = [
+                Request(i, "", tuple(p), own)
+                for i, (p, own) in enumerate(zip(prompts, params, strict=True))
+            ]
+            for request in requests:
+                engine.add(request)
+            while engine.busy:
+                engine.step()
+            assert engine.stats.draft_error is None
+            for prompt, request in zip(prompts, requests, strict=True):
+                wanted = greedy(lender.model, prompt, request.params.max_tokens)
+                assert request.tokens == wanted
+                counts.append((request.drafted, request.accepted))
+                if stored and turn:  # the token before the message is the newest
+                    assert request.prefix_tokens == len(prompt) - 3
+                prompt += [*request.tokens, 3 + turn, 7]
+    half = len(counts) // 2
+    assert counts[:half] == counts[half:]
+
+
 def test_a_prefix_fits_beside_rows_that_are_not_drafted_for(
     lender: LoadedModel, tmp_path: Path
 ) -> None:
@@ -534,7 +580,7 @@ def test_a_prefix_fits_beside_rows_that_are_not_drafted_for(
         while engine.busy:
             engine.step()
         assert request.tokens == greedy(lender.model, prompt, 4)
-        assert request.prefix_tokens == 17 * i
+        assert request.prefix_tokens == 18 * i
     assert engine.stats.draft_error is None
 
 
