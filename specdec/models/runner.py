@@ -443,25 +443,28 @@ class ModelRows:
         rows cannot go on afterwards.
         """
         ended = [row for row in ended if self._finish[row.slot] and row.tokens[1:]]
-        taken_back = [0] * self.num_rows
+        caches = members(self._every_cache())
+        states = [c for c in caches if isinstance(c, BatchRecurrentCache)]
+        if not all(cache.remembers for cache in states):  # rows have moved since
+            ended = [row for row in ended if not row.excess]
+        # All at once, since computing the states of one row settles those of all.
+        excess = {row.slot: row.excess for row in ended}
+        if any(excess.values()):
+            for cache in states:
+                cache.trim_per_sequence(
+                    [excess.get(i, 0) for i in range(self.num_rows)]
+                )
         for row in ended:
-            taken_back[row.slot] = row.excess
-        if any(taken_back):
-            for cache in members(self._caches):
-                if isinstance(cache, BatchRecurrentCache):
-                    cache.trim_per_sequence(taken_back)
-        for row in ended:
-            self._store(row)
+            self._store(row, states)
 
-    def _store(self, row: EndedRow) -> None:
+    def _store(self, row: EndedRow, states: Sequence[BatchRecurrentCache]) -> None:
         finish, prefixes = self._finish[row.slot], self.runner.prefixes
         assert finish is not None
         assert prefixes is not None
         if prefixes.form.has_ends and len(row.rounds) > 1:
             return  # a ring can take back one round
         end = len(row.tokens) - 1 - row.excess
-        caches, before = self._every_cache(), bool(row.rounds)
-        states = [c for c in members(caches) if isinstance(c, BatchRecurrentCache)]
+        before = bool(row.rounds)
         if states and before and not all(c.remembers for c in states):
             # A round of one token, whose states stay, has read the last one.
             if self.beside is not None or any(row.rounds):
@@ -469,7 +472,7 @@ class ModelRows:
             before, end = False, end + 1
         last = row.tokens[end : end + 1] or [0]
         (answer,) = self.runner._known_as([row.tokens[:end]], last)
-        finish(caches, row.slot, answer, row.begin, before=before)
+        finish(self._every_cache(), row.slot, answer, row.begin, before=before)
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings change size)."""

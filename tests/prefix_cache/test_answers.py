@@ -289,9 +289,11 @@ def test_from_disk(name: str, tmp_path: Path) -> None:
     prefixes = memory_store(**folder)
     talk(name, "" if name == "qwen3_5" else "same", METAL, prefixes)
     prefixes.close()
-    again, prompt = Talk(name, "", AT_ONCE, memory_store(**folder)), BEGINNINGS[0]
-    (request,) = again.turn([prompt], [SamplingParams(max_tokens=LIMITS[0])])
-    assert again.check([*prompt, *request.tokens, 9]) == len(prompt) + LIMITS[0] - 1
+    again, plain = (Talk(name, "", AT_ONCE, p) for p in (memory_store(**folder), None))
+    prompt = BEGINNINGS[0]
+    (request,) = plain.turn([prompt], [SamplingParams(max_tokens=LIMITS[0])])
+    known = len(prompt) + LIMITS[0] - 1
+    assert again.check([*prompt, *request.tokens, 8]) in (known, known + 1)
 
 
 class Pairs:
