@@ -373,6 +373,7 @@ def clients(name: str, prompt: list[int], folder: Path, on_disk: bool) -> None:
         own = replace(params, draft_corpus=client, cache_salt=salt)
         (request,) = decoding.turn([prompt], [own])
         assert request.tokens == plain.turn([prompt], [params])[0].tokens
+        prefixes.flush()
         return request
 
     plain = Talk(name, "", AT_ONCE, None)
