@@ -255,18 +255,20 @@ class DecodeBatch(Rounds):
     def _store(self, ended: Sequence[int]) -> None:
         """Keep the columns of rows that have ended, in the prefix store."""
         rows, draft = [], self._draft
+        if self._target.runner.prefixes is None:
+            return
         for slot in ended:
             s = self.slots[slot]
             if s is None or s.finish_reason == "error":
                 continue
             rounds = [f.num_draft_tokens for f in self._in_flight if f.has(s)]
-            *prompt, last = s.prompt_tokens
+            last, begin = s.prompt_tokens[-1], len(s.prompt_tokens) - 1
             shown = [last, *s.tokens, *([] if s.stop_token is None else [s.stop_token])]
             tokens = [last, *s.tokens, *s.unshown]
             excess = max(0, len(tokens) - 1 - len(shown))
             # Only tokens of the last round can be taken back, and not all of them.
             excess *= not rounds and excess < s.newest
-            rows.append(EndedRow(slot, len(prompt), tokens, excess, rounds))
+            rows.append(EndedRow(slot, begin, tokens, excess, rounds))
         if self._target.beside is None or (draft is not None and draft.context):
             self._target.store(rows)
         if draft is not None:
