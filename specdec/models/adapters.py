@@ -48,7 +48,7 @@ def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
 
 
 def _check_whole(model: nn.Module, folder: Path, *, whole: bool) -> None:
-    """Refuse weights that leave a part of the adapter as it was before training.
+    """Refuse weights that leave a part of the adapter, or all of it, untrained.
 
     mlx-lm loads any subset. Without ``lora_b`` a layer stays as it was; without
     ``lora_a`` it is multiplied by random numbers.
@@ -61,6 +61,23 @@ def _check_whole(model: nn.Module, folder: Path, *, whole: bool) -> None:
         raise ModelError(
             f"adapter {folder} does not hold what its {_CONFIG} names (of its arrays "
             f"{what}): train it again, or copy the whole folder"
+        )
+    odd = [
+        n for n, array in stored.items() if not mx.issubdtype(array.dtype, mx.floating)
+    ]
+    if odd:
+        raise ModelError(
+            f"adapter {folder}: {odd[0]} has no floating-point numbers: train it again"
+        )
+    ends = ("lora_a", "lora_b")
+    pairs = {n.rpartition(".")[0] for n in wanted if n.endswith(ends)}
+    if len(pairs) * 2 == len(wanted) and not any(
+        mx.all(mx.stack([stored[f"{layer}.{end}"].any() for end in ends])).item()
+        for layer in pairs
+    ):
+        raise ModelError(
+            f"adapter {folder} changes nothing (one matrix of each pair is 0): leave "
+            "it out, or train it"
         )
 
 

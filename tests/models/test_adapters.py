@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,28 @@ def test_a_scale_that_does_nothing(scale: Any, message: str, tmp_path: Path) -> 
     config = json.loads(file.read_text())
     config["lora_parameters"]["scale"] = scale
     file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "target", adapter_path=adapter)
+
+
+@pytest.mark.parametrize(
+    ("end", "make", "message"),
+    [
+        ("lora_b", mx.zeros_like, "changes nothing"),
+        ("lora_a", mx.zeros_like, "changes nothing"),
+        ("lora_b", lambda w: w.astype(mx.int32), "no floating-point numbers"),
+    ],
+)
+def test_weights_that_do_nothing(
+    end: str, make: Callable[[mx.array], mx.array], message: str, tmp_path: Path
+) -> None:
+    """An adapter saved before its first step, or rounded to nothing, says nothing."""
+    write_folder(tmp_path / "target")
+    adapter = write_adapter(tmp_path / "a", tmp_path / "target")
+    path = str(adapter / "adapters.safetensors")
+    weights: Any = mx.load(path)
+    changed = {n: make(w) if n.endswith(end) else w for n, w in weights.items()}
+    mx.save_safetensors(path, changed)
     with pytest.raises(ModelError, match=message):
         load(tmp_path / "target", adapter_path=adapter)
 
