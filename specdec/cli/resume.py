@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import sha256
@@ -31,6 +32,8 @@ _DRAFTING = frozenset({"draft", "draft_adapter_path", "num_draft_tokens"})
 _DEFAULT = "the default"
 # The most characters of a value that is written as it is, not as a digest.
 _MOST = 80
+# How a line of results begins.
+_BEGIN = '{"index"'
 
 
 def common_of(
@@ -156,15 +159,18 @@ def finished_in(
     except OSError as error:
         raise click.UsageError(f"--output {path}: {error.strerror}") from error
     kept: dict[int, str] = {}
-    # After a crash of the system, parts of a file may be zeros.
-    lines = data.replace(b"\0", b"").decode(errors="surrogateescape").split("\n")
+    lines = data.removeprefix(BOM_UTF8).decode(errors="surrogateescape").split("\n")
     for number, line in enumerate(lines, 1):
+        written = line.replace("\0", "").strip()
         try:
-            row = parse_json(line, surrogates=True) if line.strip() else None
+            row = parse_json(written, surrogates=True) if written else None
         except DataError:
-            if number < len(lines):
+            # After a crash of the system, parts of a file may be zeros, and the last
+            # line incomplete.
+            torn = number == len(lines) or "\0" in line
+            if not torn or written[:8] != _BEGIN[: len(written)]:
                 raise _foreign(path, number, "is no result") from None
-            continue  # the last line is incomplete
+            continue
         if row is None:
             continue
         index = row.get("index") if isinstance(row, dict) else None
@@ -187,7 +193,8 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
     return (
         isinstance(row.get("text"), str)
         and isinstance(tokens, list)
-        and all(type(token) is int and token >= 0 for token in tokens)
+        and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+        and bool(tokens or not row["text"])
     )
 
 

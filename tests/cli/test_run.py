@@ -659,12 +659,30 @@ def test_what_a_crash_leaves_is_tidied(
     assert decoder.calls.get("prompts", []) == ["c"] * left
     assert sorted(row["index"] for row in read_lines(path)) == [*range(2 + left)]
     assert read_lines(path)[:2] == rows
-    for token_ids in (None, "1 2", [1, "a"], [-1], [1.5]):
+    # A line that was torn in the middle of the file, and a mark of another editor.
+    path.write_text(f"\ufeff{two}\n{one[:30]}{zeros}{two}\n{one[:9]}", "utf-8")
+    decoder.calls.clear()
+    specdec("run", "-p", "a", "-p", "b", "--output", str(path), "--resume")
+    assert decoder.calls["prompts"] == ["a"]
+    for token_ids in (None, "1 2", [1, "a"], [-1], [1.5], [], [2**31]):
         odd = json.dumps({**rows[1], "token_ids": token_ids})
         path.write_text(f"{one}\n{odd}\n", "utf-8")
         decoder.calls.clear()
         specdec("run", "-p", "a", "-p", "b", "--output", str(path), "--resume")
         assert decoder.calls["prompts"] == ["b"], token_ids
+
+
+@pytest.mark.parametrize("data", [b"my notes", b"\0\1\2 a model", b'{"a": 1', b"["])
+def test_a_file_of_another_kind_is_left_alone(
+    specdec: Specdec, tmp_path: Path, data: bytes
+) -> None:
+    """One line that does not end was taken for a torn result, and removed."""
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(data)
+    result = specdec("run", "-p", "a", "--output", str(path), "--resume")
+    assert result.exit_code == 2
+    assert "is no result" in result.stderr
+    assert path.read_bytes() == data
 
 
 def test_ids_of_prompts_are_kept(specdec: Specdec, tmp_path: Path) -> None:
