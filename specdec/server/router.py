@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -274,7 +275,10 @@ class _Forwarded(Response):
         # The path as it came: httpx refuses some decoded paths, such as //v1.
         query: bytes = request.scope["query_string"]
         path = request.scope["raw_path"] + (b"?" + query if query else b"")
-        url = httpx.URL("http://localhost").copy_with(raw_path=path)
+        try:
+            url = httpx.URL("http://localhost").copy_with(raw_path=path)
+        except httpx.InvalidURL as error:
+            raise HTTPException(404) from error
         client_name = client_of(request.scope, self._router.config.api_keys)
         digest = sha256(client_name.encode()).hexdigest().encode()
         headers = [*_passed_on(request.headers.raw), (CLIENT_HEADER, digest)]

@@ -239,7 +239,8 @@ class Bodies:
                 code="unsupported_media_type",
             )
         length = request.headers.get("content-length", "")
-        self._check(int(length) if re.fullmatch(r"\d{1,18}", length) else 0)
+        if re.fullmatch("[0-9]+", length):  # 19 digits are more than any limit
+            self._check(int(length.lstrip("0")[:19] or 0))
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):

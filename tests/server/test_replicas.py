@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import random
@@ -231,6 +232,24 @@ def test_a_request_and_its_answer_pass_as_they_are(
         'specdec_replica_up{replica="1"} 1.0',
     ):
         assert line in text
+
+
+def test_a_target_that_is_no_path(ready: tuple[httpx.Client, Router]) -> None:
+    """What httpx cannot pass on ended in a 500."""
+    client, _ = ready
+    for target in ("/health#/metrics", "%2f", "x#", "//a#b", "#", "/a?b#c"):
+        address = client.base_url.host, client.base_url.port or 80
+        with socket.create_connection(address) as made:
+            made.sendall(
+                f"GET {target} HTTP/1.1\r\nHost: localhost\r\n"
+                "Connection: close\r\n\r\n".encode()
+            )
+            data = b""
+            while part := made.recv(1 << 16):
+                data += part
+        head, _, body = data.partition(b"\r\n\r\n")
+        assert head.split()[1][:1] == b"4", (target, data)
+        assert "error" in json.loads(body), target
 
 
 def test_events_come_one_by_one(ready: tuple[httpx.Client, Router]) -> None:
