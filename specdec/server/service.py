@@ -173,6 +173,11 @@ class Service:
                 choices = await self._compiled(job, choices, notes)
         except TimeoutError as error:
             raise _too_late() from error
+        except asyncio.CancelledError as error:
+            if not self._draining:
+                raise
+            # The server ends before a grammar is compiled: its client is told.
+            raise RequestError.stopping() from error
         except Exception as error:
             raise request_error(error, job.names) from error
         return Prepared(job, began, choices)

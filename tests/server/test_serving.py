@@ -28,6 +28,7 @@ from specdec.engine.session import Bounds
 from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat, web
 from specdec.server.config import ServerConfig
+from specdec.server.errors import RequestError
 from specdec.server.running import bind, run, url_of
 from specdec.server.service import Service
 from specdec.spec_decode import NgramDrafter
@@ -497,6 +498,29 @@ def test_a_slow_grammar_holds_nobody_up(
         waited, other = asyncio.run(ask())
     assert other["usage"]["completion_tokens"] == 2
     assert waited["choices"][0]["message"]["content"] == "slow"[:2]
+
+
+def test_who_is_prepared_at_the_end_is_told(decoder: SpecDecoder) -> None:
+    """A server that cancels what is being compiled answers in JSON, with 503."""
+
+    async def forever(work: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def check() -> None:
+        engine: Any = Scripted(decoder, lambda prompt: "")
+        engine.tokenize = forever
+        service = Service(engine, engine, ServerConfig(stop_timeout=0))
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        job = chat.parse(body, service).job
+        waits = asyncio.create_task(service.prepare(job))
+        await asyncio.sleep(0)
+        await service.drain()
+        waits.cancel()
+        with pytest.raises(RequestError, match="stopping") as caught:
+            await waits
+        assert caught.value.status == 503
+
+    asyncio.run(check())
 
 
 def test_a_request_is_checked_once(
