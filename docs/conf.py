@@ -50,6 +50,7 @@ NAVIGATION = {
         "/docs/sampling",
         "/docs/server",
         "/docs/clients",
+        "/docs/evaluations",
         "/docs/structured",
         "/docs/serving",
         "/docs/scaling",

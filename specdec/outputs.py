@@ -20,8 +20,8 @@ from .request import (
 # Fields that a result copies from its request.
 _AS_REQUESTED = (
     "index", "prompt", "kv_bits", "prefix_tokens", "rounds", "drafted", "accepted",
-    "stop_reason", "stop_token", "error", "num_draft_tokens_per_pos",
-    "num_accepted_tokens_per_pos",
+    "stop_reason", "stop_token", "stop_logprob", "error",
+    "num_draft_tokens_per_pos", "num_accepted_tokens_per_pos",
 )  # fmt: skip
 # Fields of a line of ``specdec run --output``, in order.
 _LINE = (
@@ -47,6 +47,7 @@ class GenerationResult:
             case the result has what was generated until then.
         stop_reason: the stop text that ended it, else ``None``.
         stop_token: the token id that ended it, else ``None``.
+        stop_logprob: the log-probability of that token, if asked for.
         error: one line, if ``finish_reason`` is ``error``.
         seed: the seed of the request's random draws; ``None`` if it does not sample.
         kv_bits: bits in which keys and values were stored; ``None``: unquantized.
@@ -82,6 +83,7 @@ class GenerationResult:
     prefix_tokens: int = 0
     stop_reason: str | None = None
     stop_token: int | None = None
+    stop_logprob: TokenLogprobs | None = None
     error: str | None = None
     seed: int | None = None
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)

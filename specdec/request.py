@@ -87,8 +87,9 @@ class Request:
     finish_reason: FinishReason | None = None
     #: The stop text that ended it.
     stop_reason: str | None = None
-    #: The token that ended it.
+    #: The token that ended it, and its log-probability if these were asked for.
     stop_token: int | None = None
+    stop_logprob: TokenLogprobs | None = None
     error: str | None = None
     #: Committed tokens that are no output: from a stop text on, and an end token, with
     #: what its last round committed after it.
@@ -230,6 +231,9 @@ class Request:
                 self.stop_reason = self.output.matched
                 self.unshown[:0] = self.tokens[self.output.num_tokens :]
                 del self.tokens[self.output.num_tokens :]
+        after = self.logprobs[len(self.tokens) :]
+        if token is not None and after:
+            self.stop_logprob = after[0]
         del self.logprobs[len(self.tokens) :]
         self.stop_token = token
         # Set last: an interrupt must not leave an ended request half updated.

@@ -93,7 +93,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Many devices": ("replicas", "ray", "ray_workers"),
     "Output": (
-        "output_format", "resumed", "top_logprobs", "json_file", "as_json", "help",
+        "output_format", "resumed", "top_logprobs", "prompt_logprobs", "json_file",
+        "as_json", "help",
     ),
 }  # fmt: skip
 # A page with fewer options has no groups.
@@ -694,17 +695,22 @@ def _params(
     *,
     temp: float,
     top_logprobs: int | None,
+    prompt_logprobs: int | None,
     json_schema: str | None,
     regex: str | None,
     grammar_file: str | None,
     **same_names: Any,
 ) -> SamplingParams:
-    if top_logprobs is not None and given("output_file") is None:
-        raise click.UsageError("--top-logprobs needs --output: name a file for them")
+    for name, n in ("top", top_logprobs), ("prompt", prompt_logprobs):
+        if n is not None and given("output_file") is None:
+            raise click.UsageError(
+                f"--{name}-logprobs needs --output: name a file for them"
+            )
     return SamplingParams(
         temperature=temp,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
+        prompt_logprobs=prompt_logprobs,
         grammar=_grammar(json_schema, regex, grammar_file),
         **same_names,
     ).seeded()
@@ -715,7 +721,9 @@ sampling = packed(
     "params",
     _params,
     max_tokens(
-        default=DEFAULT_MAX_TOKENS, help="Generate at most N tokens for each prompt."
+        default=DEFAULT_MAX_TOKENS,
+        low=0,
+        help="Generate at most N tokens for each prompt.",
     ),
     field(SamplingParams, "min_tokens"),
     max_thinking_tokens(),
@@ -751,6 +759,7 @@ sampling = packed(
         help="Write the log-probability of every token, and of the N most likely ones "
         "at its position, to --output.",
     ),
+    field(SamplingParams, "prompt_logprobs"),
     file(
         "--json-schema", help="The output is JSON that follows the schema in this file."
     ),

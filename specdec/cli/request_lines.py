@@ -165,6 +165,9 @@ def openai_line(
         if result.prompt_tokens:  # the prompt was accepted
             error["code"] = "server_error"
         return {**line, "response": None, "error": error}
+    of_prompt = {}
+    if result.prompt_logprobs is not None:
+        of_prompt["prompt_logprobs"] = result.to_dict()["prompt_logprobs"]
     body = {
         "id": f"chatcmpl-{uuid4().hex}",
         "object": "chat.completion",
@@ -176,6 +179,7 @@ def openai_line(
                 "message": {"role": "assistant", "content": result.text},
                 "finish_reason": result.finish_reason,
                 "logprobs": _openai_logprobs(result),
+                **of_prompt,
             }
         ],
         "usage": {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
@@ -20,6 +20,10 @@ from .web import MOST_PROMPTS
 
 #: OpenAI's default, for requests without ``max_tokens``.
 _MAX_TOKENS = 16
+
+# A token with its log-probability; the first of a prompt has none.
+_Entry: TypeAlias = tuple[int, TokenLogprobs | None]
+_Entries: TypeAlias = list[_Entry]
 
 
 class CompletionRequest(OpenAISampling):
@@ -137,12 +141,17 @@ class TextRendering(CompletionRendering):
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         text, scored = outcome.text, self._scored(outcome)
+        tokens: _Entries = [*outcome.tokens]
+        result = outcome.end.result
         if self.request.echo:
             text = outcome.begun.prompt + text
+            tokens = scored + tokens
+            if result.stop_token is not None and result.stop_logprob is not None:
+                # Evaluations count on an entry for every token that was generated.
+                tokens.append((result.stop_token, result.stop_logprob))
         logprobs = None
         if self.job.params.logprobs:
-            before = scored if self.request.echo else []
-            logprobs = self._logprobs(index, [*before, *outcome.tokens])
+            logprobs = self._logprobs(index, tokens)
         made: dict[str, Any] = {"text": text, "logprobs": logprobs}
         if self.request.prompt_logprobs is not None:
             made["prompt_logprobs"] = [
@@ -150,7 +159,7 @@ class TextRendering(CompletionRendering):
             ]
         return made
 
-    def _scored(self, outcome: Outcome) -> list[tuple[int, TokenLogprobs | None]]:
+    def _scored(self, outcome: Outcome) -> _Entries:
         """The prompt's tokens with their log-probabilities, once they are known."""
         result = outcome.end.result
         if result.prompt_logprobs is None or result.prompt_token_ids is None:
@@ -168,9 +177,14 @@ class TextRendering(CompletionRendering):
             for other, logprob in with_own(token, entry, 1)
         }
 
-    def _logprobs(
-        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs | None]]
-    ) -> dict[str, Any]:
+    def _by_text(self, likeliest: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by text; of tokens with the same text, the highest."""
+        by_text: dict[str, float] = {}
+        for token, logprob in likeliest:
+            by_text.setdefault(token_text(self.service, token), max(logprob, -9999.0))
+        return by_text
+
+    def _logprobs(self, choice: int, tokens: Sequence[_Entry]) -> dict[str, Any]:
         texts = [token_text(self.service, token) for token, _ in tokens]
         begin = self.lengths.get(choice, 0)
         *offsets, self.lengths[choice] = accumulate(map(len, texts), initial=begin)
@@ -180,11 +194,7 @@ class TextRendering(CompletionRendering):
                 entry and max(entry.logprob, -9999.0) for _, entry in tokens
             ],
             "top_logprobs": [
-                entry
-                and {
-                    token_text(self.service, other): max(logprob, -9999.0)
-                    for other, logprob in with_own(token, entry, len(entry.top))
-                }
+                entry and self._by_text(with_own(token, entry, len(entry.top)))
                 for token, entry in tokens
             ],
             "text_offset": offsets,

@@ -174,9 +174,11 @@ def test_log_probabilities_in_openais_form() -> None:
     result = GenerationResult(
         index=0, prompt="p", text="é", token_ids=[3], finish_reason="length",
         prompt_tokens=1, rounds=0, drafted=0, accepted=0, logprobs=[entry],
+        prompt_logprobs=[None, entry], prompt_token_ids=[2, 3],
     )  # fmt: skip
     line: Any = openai_line(result, PromptRecord("p"), "m")
     (choice,) = line["response"]["body"]["choices"]
+    assert choice["prompt_logprobs"] == result.to_dict()["prompt_logprobs"]
     (token,) = choice["logprobs"]["content"]
     assert token == {
         "token": "é",

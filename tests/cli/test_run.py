@@ -979,10 +979,12 @@ def test_every_sampling_option_reaches_its_field(
     specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
 ) -> None:
     options = (
-        "--draft self:4bit --temp 0.5 --seed 9 --min-tokens 3 --stop STOP --stop END "
-        "--stop-token-id 7 --stop-token-id 9 --xtc-probability 0.4 --xtc-threshold 0.2 "
+        "--draft self:4bit --temp 0.5 --seed 9 --min-tokens 3 --max-tokens 4 "
+        "--stop STOP --stop END --stop-token-id 7 --stop-token-id 9 "
+        "--xtc-probability 0.4 --xtc-threshold 0.2 "
         "--repetition-penalty 1.1 --presence-penalty 0.3 --frequency-penalty -0.2 "
-        "--logit-bias 5=-inf --logit-bias 6=2.5 --verification block --top-logprobs 2"
+        "--logit-bias 5=-inf --logit-bias 6=2.5 --verification block --top-logprobs 2 "
+        "--prompt-logprobs 3"
     )
     output = ("--output", str(tmp_path / "out.jsonl"))
     assert specdec("run", "-p", "Hi", *options.split(), *output).exit_code == 0
@@ -990,6 +992,7 @@ def test_every_sampling_option_reaches_its_field(
         temperature=0.5,
         seed=9,
         min_tokens=3,
+        max_tokens=4,
         stop=("STOP", "END"),
         stop_token_ids=(7, 9),
         xtc_probability=0.4,
@@ -1001,6 +1004,7 @@ def test_every_sampling_option_reaches_its_field(
         verification="block",
         logprobs=True,
         top_logprobs=2,
+        prompt_logprobs=3,
     )
 
 
@@ -1015,6 +1019,7 @@ def test_every_sampling_option_reaches_its_field(
             "--verification needs --temp above 0",
         ),
         ("--top-logprobs 2", "--top-logprobs needs --output"),
+        ("--prompt-logprobs 0", "--prompt-logprobs needs --output"),
         ("--logit-bias 5", "'5' is not of the form ID=BIAS, as in 1234=-5"),
         ("--logit-bias x=1", "'x=1' is not of the form ID=BIAS"),
         ("--repetition-penalty 0", "--repetition-penalty is 0.0: it must be a number"),

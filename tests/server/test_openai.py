@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
@@ -200,6 +201,49 @@ def test_a_prompt_is_scored(decoder: SpecDecoder, client: openai.OpenAI) -> None
         client.completions.create(
             model="tiny", prompt=text, echo=True, logprobs=1, stream=True
         )
+
+
+def test_items_of_evaluations(decoder: SpecDecoder, client: openai.OpenAI) -> None:
+    """As lm-eval asks and reads: its items are cut at the end by one generated token.
+
+    A token that ends the answer, has no text of its own, or shares its text with others
+    must not shift the items' entries, nor make an item likeliest that is not.
+    """
+    encode, model = decoder.tokenizer.encode, decoder.target.model
+    (end, *_) = decoder.tokenizer.eos_token_ids
+    special = decoder.tokenizer.get_vocab()["<|fim_prefix|>"]
+    parts = [encode(text, add_special_tokens=False) for text in ("é日", "🙂 a", "Köln")]
+    items = [[a[0], *b, *a] for a in parts for b in parts]
+    # Positions where the likeliest token and the item's own are parts of characters.
+    items += [[first, parts[0][0]] for first in range(200)]
+    for ending in (end, special, parts[0][0], 65):
+        made = client.completions.create(
+            model="tiny",
+            prompt=items if ending == end else items[:9],
+            temperature=0,
+            max_tokens=1,
+            logprobs=1,
+            seed=1234,
+            echo=True,
+            logit_bias={str(ending): 1000},
+        )
+        for choice in made.choices:
+            item, scored = items[choice.index], choice.logprobs
+            assert scored is not None
+            assert scored.token_logprobs is not None
+            assert scored.top_logprobs is not None
+            logits = model(mx.array([item]))[0]
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            expected = [logprobs[i, token].item() for i, token in enumerate(item[1:])]
+            assert scored.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+            likeliest = [
+                own == max(top.values())
+                for own, top in zip(
+                    scored.token_logprobs[1:-1], scored.top_logprobs[1:-1], strict=True
+                )
+            ]
+            best = mx.argmax(logits, axis=-1).tolist()
+            assert likeliest == [a == b for a, b in zip(best, item[1:], strict=False)]
 
 
 def answers(prompt: str) -> str:
