@@ -52,7 +52,7 @@ MISTAKES = [
     ("run -p Hi --max-token 5", 2, "No such option '--max-token'. Did you mean '--m"),
     ("run -p Hi --json o", 2, "No such option '--json'. (see: specdec run --help)"),
     ("run -p Hi --max-tokens 0", 2, "error: --max-tokens is 0: it must be"),
-    ("run -p Hi --max-tokens many", 2, "'many' is not a whole number, 1 or more (s"),
+    ("run -p Hi --max-tokens many", 2, "'many' is not a whole number, 0 or more (s"),
     ("run -p Hi --max-tokens", 2, "'--max-tokens' requires an argument"),
     ("run -p Hi --batch 0", 2, ": 0 is not a whole number from 1 to 16384 (s"),
     ("run -p Hi --num-draft-tokens -1", 2, "'-1' is not auto, nor a whole number f"),
