@@ -242,7 +242,7 @@ def test_items_of_evaluations(decoder: SpecDecoder, client: openai.OpenAI) -> No
                     scored.token_logprobs[1:-1], scored.top_logprobs[1:-1], strict=True
                 )
             ]
-            best = mx.argmax(logits, axis=-1).tolist()
+            best: Any = mx.argmax(logits, axis=-1).tolist()
             assert likeliest == [a == b for a, b in zip(best, item[1:], strict=False)]
 
 
