@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ..decoder import SpecDecoder
 from ..engine.async_server import Server
-from ..errors import ConfigError
+from ..errors import ConfigError, ServerError
 from ..model_names import short
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
@@ -179,6 +179,9 @@ class Service:
             # The server ends before a grammar is compiled: its client is told.
             raise RequestError.stopping() from error
         except Exception as error:
+            closed = isinstance(error, ServerError) and self.failure is None
+            if closed and self._draining:
+                raise RequestError.stopping() from error
             raise request_error(error, job.names) from error
         return Prepared(job, began, choices)
 

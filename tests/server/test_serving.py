@@ -506,6 +506,9 @@ def test_who_is_prepared_at_the_end_is_told(decoder: SpecDecoder) -> None:
     async def forever(work: Any) -> Any:
         await asyncio.Event().wait()
 
+    async def closed(work: Any) -> Any:
+        raise ServerError("the server is closed")
+
     async def check() -> None:
         engine: Any = Scripted(decoder, lambda prompt: "")
         engine.tokenize = forever
@@ -519,6 +522,9 @@ def test_who_is_prepared_at_the_end_is_told(decoder: SpecDecoder) -> None:
         with pytest.raises(RequestError, match="stopping") as caught:
             await waits
         assert caught.value.status == 503
+        engine.tokenize = closed
+        with pytest.raises(RequestError, match="stopping"):
+            await service.prepare(job)
 
     asyncio.run(check())
 
