@@ -5,15 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..errors import UnsupportedModelError
-from ..memory.estimate import Change
 from ..utils.data_files import json_text
+from ..utils.sizes import format_size
 from . import options
 from .output import FAILURE, note, share_text, show
+
+if TYPE_CHECKING:
+    from ..memory.estimate import Change
 
 # Options that a run does not have.
 ABOUT_ESTIMATES = {"context", "temp", "device", "memory", "as_json"}
@@ -154,6 +158,9 @@ def estimate(
     assumed = [] if device else [f"--device {here.name}, as here"]
     if not options.is_given("batch_size"):
         assumed.append(f"--batch {config.batch_size}, as in specdec run")
+    if memory_limit is not None and memory is not None and memory_limit < memory:
+        shares = f"{format_size(memory_limit)} of {format_size(memory)}"
+        assumed.append(f"the GPU may hold {shares}")
     if context is None:
         context = min(DEFAULT_CONTEXT, own_context or DEFAULT_CONTEXT)
         assumed.append(f"--context {context}, prompt and output together")

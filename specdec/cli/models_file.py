@@ -11,6 +11,7 @@ import click
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..utils.data_files import DataError, check_shape, read_toml
+from ..utils.names import nearest
 from ..utils.printable import quoted
 from ..utils.sizes import parse_size
 
@@ -42,10 +43,14 @@ def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any
     try:
         table = check_shape(read_toml(path), {"models": dict})["models"]
         for name, model in table.items():
-            check_shape(model, _LOADING, f"models.{name}")
-            known = {key.removesuffix("?") for key in _LOADING}
+            table_name = f"models.{name}"
+            check_shape(model, dict, table_name)
+            known = [key.removesuffix("?") for key in _LOADING]
             for key in model.keys() - known:
-                raise DataError(f"models.{name} has no {quoted(key)}: leave it out")
+                near = nearest(key, known)
+                remedy = f"did you mean {near}?" if near else "leave it out"
+                raise DataError(f"{table_name} has no {quoted(key)}: {remedy}")
+            check_shape(model, _LOADING, table_name)
         if not table:
             raise DataError("it names no model: write a table [models.NAME]")
     except FileNotFoundError as error:

@@ -78,11 +78,11 @@ def main() -> int:
     # Output that a library prints must not reach the parent.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    prepare_process()  # a configuration's module imports MLX
     path, loading, config, quiet, sharing = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silence_third_parties()
     show_warnings(notes=not quiet)
-    prepare_process()
     try:
         loading["config"] = within_share(loading.get("config"), sharing)
         _serve(path, loading, config, parent, quiet=quiet)

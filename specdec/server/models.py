@@ -154,7 +154,7 @@ class Models(Replicas):
         if not was_ready:
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
             self._why[replica.index] = how
-        elif replica.index not in self._ending:
+        elif not self._stopping and replica.index not in self._ending:
             log.warning("model %s ended: its next request starts it again", name)
 
 

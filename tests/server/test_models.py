@@ -84,6 +84,16 @@ def test_the_model_that_is_named_answers() -> None:
         assert [each.starts for each in models.all] == [1, 1]
 
 
+def test_the_end_of_the_server_ends_its_models(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A warning for each that its next request starts it again: there is none."""
+    with served(4, 4) as (client, _):
+        ask(client, "a")
+        ask(client, "b")
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
 def test_what_was_unused_longest_makes_room() -> None:
     """A model that is loaded although there is no room, or the wrong one that goes."""
     with served(4, 4, 4, nbytes=8) as (client, models):
@@ -216,7 +226,9 @@ def test_a_file_of_models(tmp_path: Path) -> None:
         ("[models]", "it names no model"),
         ("[models.a]", "target is missing"),
         ("[models.a]\ntarget = 3", "models.a.target is 3"),
-        ('[models.a]\ntarget = "x"\ntraget = "y"', "models.a has no 'traget'"),
+        ('[models.a]\ntraget = "y"', "no 'traget': did you mean target?"),
+        ('[models.a]\ntarget = "x"\nzzz = 1', "no 'zzz': leave it out"),
+        ("[models]\na = 3", "models.a is 3"),
         ('[models.a]\ntarget = "x"\nbatch = 0', "models.a: batch_size is 0"),
         ('[models.a]\ntarget = "x"\nmemory_limit = "much"', "models.a: "),
         ("[", "models.toml"),

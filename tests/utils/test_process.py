@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from specdec import EngineConfig
+from specdec.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,6 +129,18 @@ def test_a_program_that_has_mlx_keeps_its_devices(tmp_path: Path) -> None:
         "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
     assert run_with_gpus(["-c", program], "1,2", tmp_path) == ("1,2\n", ["1,2"])
+
+
+def test_a_replica_is_prepared_before_mlx() -> None:
+    """Models of ``specdec serve --models`` would multiply with the reference BLAS."""
+    program = (
+        "import sys\n"
+        "from specdec.cli import replica\n"
+        "replica.prepare_process = lambda: sys.exit('mlx.core' in sys.modules)\n"
+        "replica.main()"
+    )
+    greeting = pickle.dumps(("", {"config": EngineConfig()}, ServerConfig(), True, 1))
+    subprocess.run([sys.executable, "-c", program], input=greeting, check=True)
 
 
 def run_with_gpus(
