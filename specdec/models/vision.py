@@ -257,9 +257,11 @@ class ImageEncoder:
             module = _mlx_vlm(self._family, "processing_")
             kind = getattr(module, self._family.processor)
             try:
+                # mlx-vlm asks the hub for files that are missing, and a relative
+                # folder could be a name there.
                 with _as_before():
                     self._processor = kind.from_pretrained(
-                        str(self._folder), trust_remote_code=False
+                        str(self._folder.absolute()), trust_remote_code=False
                     )
             except Exception as error:  # files may hold anything
                 raise ModelError(

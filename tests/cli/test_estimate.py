@@ -341,8 +341,8 @@ def test_another_machine(config: str) -> None:
         as_json(*asked, "--device", "metal", "--memory", size)
         for size in ("36GiB", "64GiB")
     )
-    there = estimate(*asked, "--device", "metal", "--memory", "24GB")
-    assert there.stderr == "specdec: note: assumed: the GPU may hold 16.0 GB of 24.0 GB\n"
+    there = estimate(*asked, "--device", "metal", "--memory", "24GB").stderr
+    assert "assumed: the GPU may hold 16.0 GB of 24.0 GB\n" in there
     # What the system leaves to the GPU.
     assert small["memory_limit"] == 24 * 2**30
     assert large["memory_limit"] == 48 * 2**30

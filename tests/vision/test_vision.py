@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import mlx.core as mx
 import PIL.Image
 import pytest
@@ -466,6 +467,25 @@ def test_threads_do_not_keep_what_mlx_vlm_changes() -> None:
     for thread in threads:
         thread.join()
     assert vars(AutoProcessor)["from_pretrained"] is usual
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_is_no_name_of_the_hub(
+    family: str, folders: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that a relative folder lacks came from the hub, from another model."""
+    folder, asked = folders(family)[0], []
+
+    def download(name: str, *_: Any, **__: Any) -> str:
+        asked.append(name)
+        raise OSError
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.chdir(folder.parent)
+    encoder = vision.image_encoder(load(folder.name))
+    assert encoder is not None
+    assert encoder.marker
+    assert all(Path(name).is_absolute() for name in asked)
 
 
 def test_threads_load_one_processor(
