@@ -154,9 +154,10 @@ class _Lines(logging.Filter):
 
 
 _LINES_FILTER = _Lines()
+_LOGGERS = ("asyncio", "specdec.server", "uvicorn.error")
 
 
 def limit_log() -> None:
     """Let the log of a serving process have few lines, and no tracebacks."""
-    for name in ("asyncio", "specdec.server", "uvicorn.error"):
+    for name in _LOGGERS:
         logging.getLogger(name).addFilter(_LINES_FILTER)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import openai
 import pytest
 
 from specdec import SpecDecoder
+from specdec.server import guard
 from tests.server.harness import Running, running, tiny_decoder
 
 
@@ -27,3 +29,11 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
     url = f"{server.url}/v1"
     with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _every_line() -> Iterator[None]:
+    """Let no server of a test leave lines out of the logs of later tests."""
+    yield
+    for name in guard._LOGGERS:
+        logging.getLogger(name).removeFilter(guard._LINES_FILTER)
