@@ -278,7 +278,7 @@ def test_a_tensor_that_no_layer_takes(name: str, tmp_path: Path) -> None:
         tmp_path / "m.gguf", "llama", random_model("llama"), tensors=extra
     )
     message = refusal(path, UnsupportedModelError)
-    assert name[:200] in message
+    assert name[:30] in message
     assert "llama" in message
     assert len(message) < 600
 
