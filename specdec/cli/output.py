@@ -66,12 +66,10 @@ def open_streams() -> None:
 
 
 def _closed(number: int, mode: str) -> Any:
-    with suppress(OSError):
-        os.fstat(number)  # the number is in use by now
-        return open(os.devnull, mode, encoding="utf-8")
     # Writing to standard output must fail, so that results are not lost silently.
     access = os.O_WRONLY if number == 2 else os.O_RDONLY
-    descriptor = os.open(os.devnull, access)  # gets the lowest free number
+    # Gets the lowest free number: the stream's own, unless a library has taken that.
+    descriptor = os.open(os.devnull, access)
     return open(descriptor, mode, encoding="utf-8")
 
 

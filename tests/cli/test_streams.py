@@ -47,6 +47,20 @@ def test_output_that_cannot_be_written(
     assert "".join(lines).startswith(f"specdec: {line}" if line else "")
 
 
+def test_a_closed_output_whose_number_a_library_has_taken(tmp_path: Path) -> None:
+    """Results that are dropped with exit code 0."""
+    program = (
+        "import os; from specdec.cli import main; "
+        "[os.open(os.devnull, os.O_RDWR) for _ in range(3)]; "
+        f"main(['cache', 'list', {str(tmp_path)!r}])"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program],
+        check=False,
+    )
+    assert done.returncode == 1
+
+
 def test_standard_input_that_is_closed() -> None:
     """``None`` has no ``isatty``."""
     done = _shell("run --target o/n <&-")
