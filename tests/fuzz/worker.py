@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.prompts import templates
+from specdec.utils import child
 
 # Bytes that a case may take beside what the process has, and that all may leave.
 MOST_BYTES = 400 << 20
@@ -54,7 +55,8 @@ class Held:
     def now(cls) -> Held:
         import mlx.core as mx
 
-        templates._CHILD.close()  # or it has pipes at one look, and none at the other
+        for process in child._CHILDREN:  # or one has pipes at one of the looks alone
+            process.close()
         gc.collect()
         mx.clear_cache()
         return cls(
