@@ -16,7 +16,7 @@ from specdec.models.runner import ModelRows
 from specdec.utils.output_text import OutputText
 from tests.soak import KINDS, soak
 
-WORLDS = len(KINDS)
+WORLDS = len(KINDS) + 2
 REQUESTS = 12  # in each
 
 
