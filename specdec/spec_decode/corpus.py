@@ -125,6 +125,10 @@ class Corpora:
         if len(self._corpora) > self.most:
             self._corpora.popitem(last=False)
 
+    def owners(self, clients: Sequence[str | None]) -> list[str]:
+        """The clients among these that have answers, each once, in order."""
+        return sorted({c for c in clients if c is not None and c in self._corpora})
+
     def find(
         self, clients: Sequence[str | None], tail: mx.array, k: int
     ) -> Continuation | None:
@@ -139,7 +143,7 @@ class Corpora:
         Returns:
             ``None`` if no row's client has an answer.
         """
-        owners = sorted({c for c in clients if c is not None and c in self._corpora})
+        owners = self.owners(clients)
         if not owners:
             return None
         rows = tuple(owners.index(c) if c in owners else -1 for c in clients)

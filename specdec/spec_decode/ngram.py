@@ -156,6 +156,8 @@ class NgramRows(DraftRows):
 
     def _in_answers(self, round_: Round) -> Continuation | None:
         """What followed the newest tokens in finished answers, if there are any."""
+        if not self._corpora.owners(round_.clients):
+            return None  # before anything is computed for it: each launch counts
         last = (round_.lengths - 1)[:, None]
         tail = ngram_search.read(self._ring, last - mx.arange(DEPTH))
         tail = mx.concatenate([round_.recent[:, -1:], tail[:, 1:]], axis=1)
