@@ -34,9 +34,9 @@ BENCHMARKS = RESULTS.parent
 def test_scripts_stay_few() -> None:
     """What a recipe can measure, or one of these, needs no script of its own."""
     files = [f for f in BENCHMARKS.glob("*.py") if f.stem not in ("__init__", "common")]
-    assert len(files) <= 2
+    assert len(files) <= 3
     text = "".join(f.read_text("utf-8") for f in BENCHMARKS.glob("*.py"))
-    assert text.count("\n") <= 970
+    assert text.count("\n") <= 1080
 
 
 def test_raw_results_stay_small() -> None:
