@@ -203,15 +203,18 @@ class ImageEncoder:
                 rows = mx.stack([first[mx.array(places)], *deep])
                 mx.eval(rows)
             except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-                raise PromptError(
-                    f"{self._name} does not take this image of {image.width} x "
-                    f"{image.height} pixels ({shorten(error)}): send it in another size"
-                ) from error
+                raise self._not_taken(image, error) from error
             self._embeddings[image.digest] = rows
             del self._inputs[image.digest]
             while len(self._embeddings) > 1 and self._bytes() > _KEPT_BYTES:
                 self._embeddings.popitem(last=False)
             return rows
+
+    def _not_taken(self, image: Image, error: Exception) -> PromptError:
+        return PromptError(
+            f"{self._name} does not take this image of {image.width} x "
+            f"{image.height} pixels ({shorten(error)}): send it in another size"
+        )
 
     def _bytes(self) -> int:
         return sum(rows.nbytes for rows in self._embeddings.values())
@@ -237,10 +240,7 @@ class ImageEncoder:
                 images=[_pil(image)], text=[self.marker], add_special_tokens=False
             )
         except Exception as error:  # a processor may raise anything
-            raise PromptError(
-                f"{self._name} does not take this image of {image.width} x "
-                f"{image.height} pixels ({shorten(error)}): send it in another size"
-            ) from error
+            raise self._not_taken(image, error) from error
         finally:
             processor.tokenizer = tokenizer
         arrays = {key: _array(value) for key, value in made.items()}
