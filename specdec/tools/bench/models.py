@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -34,18 +36,43 @@ SHAPES: dict[str, dict[str, Any]] = {
         "1b": (2048, 16, 8192, 32, 8, 64, 128256, True),
         "10m": (256, 8, 768, 8, 4, 32, 8192, True),
         "tiny": (64, 2, 128, 4, 2, 16, 256, False),
-        "moe": (2048, 24, 6144, 32, 4, 128, 151936, False),
+        "qwen3-30b-a3b": (2048, 48, 6144, 32, 4, 128, 151936, False),
+        "qwen3.5-4b": (2560, 32, 9216, 16, 4, 256, 248320, True),
+        "qwen3.5-35b-a3b": (2048, 40, 6144, 16, 2, 256, 248320, False),
         "tiny-moe": (64, 2, 128, 4, 2, 16, 256, False),
+        "tiny-hybrid": (64, 4, 128, 4, 2, 16, 256, False),
+        "tiny-hybrid-moe": (64, 4, 128, 4, 2, 16, 256, False),
     }.items()
 }
-# 24 of the 48 layers of Qwen3-30B-A3B, and a small model with such layers.
-for _name, *_experts in (("moe", 128, 8, 768), ("tiny-moe", 8, 2, 64)):
-    _keys = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
-    SHAPES[_name] |= dict(zip(_keys, _experts, strict=True)) | {
+_LINEAR = (
+    "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+for _names, _sizes in (
+    (("qwen3.5-4b", "qwen3.5-35b-a3b"), (16, 32, 128, 128)),
+    (("tiny-hybrid", "tiny-hybrid-moe"), (2, 4, 32, 32)),
+):
+    for _name in _names:
+        _added = dict(zip(_LINEAR, _sizes, strict=True))
+        SHAPES[_name] |= {"model_type": "qwen3_5"} | _added
+# Experts: all, those that a token uses, their size, and that of the shared one.
+for _name, *_experts in (
+    ("qwen3-30b-a3b", 128, 8, 768, 0),
+    ("qwen3.5-35b-a3b", 256, 8, 512, 512),
+    ("tiny-moe", 8, 2, 64, 0),
+    ("tiny-hybrid-moe", 8, 2, 64, 64),
+):
+    _keys = (
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+    )  # fmt: skip
+    SHAPES[_name] = {
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": True,
+        **SHAPES[_name],
+        **dict(zip(_keys, _experts, strict=True)),
     }
 
 
@@ -60,7 +87,7 @@ def random_model(
 ) -> nn.Module:
     """A model of a real size with random weights, drawn on the device.
 
-    It is a Llama, or a Qwen3 with experts.
+    It is a Llama, a Qwen3 with experts or a Qwen3.5.
 
     A weight depends only on its name and the seed, so a model with fewer layers has
     the first layers of the deeper one.
@@ -83,7 +110,14 @@ def random_model(
     module = import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if packing is not None:
-        nn.quantize(model, *packing)
+        quantized = getattr(model, "quant_predicate", None) or _any_layer
+        nn.quantize(model, *packing, class_predicate=partial(_packs, quantized))
+    modules: list[tuple[str, Any]] = model.named_modules()
+    packings = {
+        path: (module.group_size, module.bits)
+        for path, module in modules
+        if hasattr(module, "bits")
+    }
     parameters: Any = tree_flatten(model.parameters())
     for name, array in parameters:
         # The layers' own arrays are lazy and are never computed, since they are
@@ -91,8 +125,8 @@ def random_model(
         # precision.
         if array.ndim == 1:
             drawn = mx.ones(array.shape, DTYPES[dtype])
-        elif packing is not None:
-            drawn = _packed(name, array, *packing).astype(
+        elif (packed := packings.get(name.rpartition(".")[0])) is not None:
+            drawn = _packed(name, array, *packed).astype(
                 mx.uint32 if array.dtype == mx.uint32 else DTYPES[dtype]
             )
         else:
@@ -107,6 +141,15 @@ def random_model(
     if fitted:
         fit(model)
     return model.eval()
+
+
+def _any_layer(path: str, module: nn.Module) -> bool:
+    return True
+
+
+def _packs(quantized: Callable[[str, nn.Module], Any], path: str, module: Any) -> Any:
+    """How a layer is packed: as mlx-lm's conversion does it."""
+    return hasattr(module, "to_quantized") and quantized(path, module)
 
 
 def _packed(name: str, array: mx.array, group_size: int, bits: int) -> mx.array:
