@@ -31,6 +31,7 @@ _SIZES = (
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_SIZES, sizes, strict=True))
     for name, sizes in {
+        "70b": (8192, 80, 28672, 64, 8, 128, 128256, False),
         "32b": (5120, 64, 25600, 64, 8, 128, 151936, False),
         "8b": (4096, 32, 14336, 32, 8, 128, 128256, False),
         "1b": (2048, 16, 8192, 32, 8, 64, 128256, True),
