@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..errors import CacheError
 
 FIRST_CAPACITY = 256
+# A narrower prefill chunk takes as long to launch as to compute.
+NARROWEST_CHUNK = 32
 # How many missed tokens of a row a draft takes in with one forward.
 CATCH_UP_STEP = 128
 
@@ -32,8 +34,15 @@ def grown_capacity(needed: int, limit: int | None = None) -> int:
 
 
 def chunk_width(remaining: int, prefill_step_size: int, read_bucket: int) -> int:
-    """The width of the next prefill chunk of a row with ``remaining`` tokens."""
-    return min(prefill_step_size, round_up(remaining, read_bucket))
+    """The width of the next prefill chunk of a row with ``remaining`` tokens.
+
+    A whole number of buckets, or a half, a quarter, ... of one: few widths, and a short
+    prompt is not computed several times over.
+    """
+    width = round_up(remaining, read_bucket)
+    while width <= read_bucket and width // 2 >= max(remaining, NARROWEST_CHUNK):
+        width //= 2
+    return min(prefill_step_size, width)
 
 
 def padded_length(length: int, prefill_step_size: int, read_bucket: int) -> int:
