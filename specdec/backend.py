@@ -49,6 +49,10 @@ class BackendDefaults:
             multiplies.
         unpacks: unpack packed keys and values for attention, since CUDA's products
             with packed arrays take no views, and few of attention's shapes.
+        prefills_by_layers: hand prefill chunks over layer by layer, a few ahead of the
+            device, because each launch allocates its result at once.
+        most_chunk_tokens: the most tokens of all rows in a prefill chunk, if each row
+            may have as many as the read bucket; ``None``: any number.
         kernels: use the kernels of :mod:`specdec.cuda` for models, prompt lookup and
             commits, as far as they are proven on the device.
         boolean_masks: attention's kernels read boolean masks, half as many bytes.
@@ -67,6 +71,8 @@ class BackendDefaults:
     compile_after: int | None = None
     pad_single_token: bool = False
     unpacks: bool = False
+    prefills_by_layers: bool = False
+    most_chunk_tokens: int | None = None
     kernels: bool = False
     boolean_masks: bool = False
     peek_rows: int | None = None
@@ -101,6 +107,10 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             compile_after=1,
             pad_single_token=True,
             unpacks=True,
+            # One H100: as fast or faster, in a fifth of the memory
+            # (benchmarks/results/prefill-h100.md).
+            prefills_by_layers=True,
+            most_chunk_tokens=8192,
             kernels=True,
             # With 8 rows, peeking took a tenth to a third of a round; with one, 5 to 8%
             # (one H200).

@@ -303,7 +303,7 @@ class Engine:
         before = joining.prefill_tokens
         try:
             more = next(self._joining.chunks, _DONE) is not _DONE
-            if self._running is None:
+            if self._running is None and not self._backend.prefills_by_layers:
                 # Waiting bounds memory, and no round runs that it could delay.
                 mx.synchronize()
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +42,10 @@ from .layer_skip import without_idle
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 from .vision import ImageEncoder
+
+# Layers of a prefill chunk that are computed or wait for the device. With MANY_TOKENS
+# a layer takes so long that one is enough, and its hidden states take most memory.
+AHEAD, MANY_TOKENS = 2, 4096
 
 
 def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:
@@ -219,7 +224,8 @@ class ModelRunner:
             ),
             single_stays=single_stays,
         )
-        most = self._bound(max(max_length, self._padded(longest, whole)))
+        step = self.step(len(prompts))
+        most = self._bound(max(max_length, self._padded(longest, step, whole)))
         rows = ModelRows(self, prompts, options, max_round, most, seen)
         if reuses and self.prefixes is not None:
             known_as = self._known_as(seen.named(prompts, self.vocab_size), last)
@@ -239,9 +245,14 @@ class ModelRunner:
             for prompt, end in zip(prompts, ends, strict=True)
         ]
 
-    def chunk(self, remaining: int) -> int:
-        """The width of the next prefill chunk of a row with ``remaining`` tokens."""
-        return chunk_width(remaining, self.prefill_step_size, self.options.read_bucket)
+    def step(self, num_rows: int) -> int:
+        """The most tokens of each of ``num_rows`` rows in a prefill chunk."""
+        most = self.backend.most_chunk_tokens
+        if most is None:
+            return self.prefill_step_size
+        bucket = self.options.read_bucket
+        fitting = max(1, most // max(1, num_rows) // bucket) * bucket
+        return min(self.prefill_step_size, fitting)
 
     def _bound(self, length: int) -> int:
         """The most slots of caches for rows of up to ``length`` tokens.
@@ -251,9 +262,8 @@ class ModelRunner:
         """
         return round_up(length, self.options.read_bucket)
 
-    def _padded(self, length: int, longest_image: int = 0) -> int:
+    def _padded(self, length: int, step: int, longest_image: int = 0) -> int:
         """Slots that prefill writes for a row of ``length`` tokens."""
-        step = self.prefill_step_size
         # A chunk can begin after any prefix, and end before an image.
         if self.prefixes is not None or longest_image:
             return length + max(step, longest_image)
@@ -312,6 +322,8 @@ class ModelRows:
         options = replace(options, max_length=max_length)
         self._prompts = prompts
         self._memo = Memo()
+        # States of layers that the device may still be computing in a prefill chunk.
+        self._computing: deque[Any] = deque()
         self._caches = make_batch_caches(
             runner.model, len(prompts), options, runner.name, self._memo
         )
@@ -399,11 +411,12 @@ class ModelRows:
         done = list(self.reused)
         while done != lengths:
             rest = [n - d for n, d in zip(lengths, done, strict=True)]
-            width = self.runner.chunk(max(rest))
+            bucket = self.runner.options.read_bucket
+            width = chunk_width(max(rest), self.runner.step(len(rest)), bucket)
             valid = [min(n, width) for n in self._before_stops(rest, done)]
             valid = self._images.whole(done, valid)
             if max(valid) > width:
-                width = round_up(max(valid), self.runner.options.read_bucket)
+                width = round_up(max(valid), bucket)
             chunk = [
                 [*prompt[first : first + n], *([0] * (width - n))]
                 for prompt, first, n in zip(self._prompts, done, valid, strict=True)
@@ -420,13 +433,15 @@ class ModelRows:
                 scores.take(done, valid)
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
-            self.evaluate()
+            self._evaluate_by_layers(len(rest) * width)
             self.written, self.done = valid, done
             if self.beside is None:
                 self._record(before, done, width)
             yield done != lengths
             if self.beside is not None:  # the head has read the chunk by now
                 self._record(before, done, width)
+        # What is held could not be written in place.
+        self._computing.clear()
         self.note_lengths(max(lengths), min(lengths))
         # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
@@ -484,6 +499,22 @@ class ModelRows:
     def evaluate(self) -> None:
         """Start computing what was written, without waiting for it."""
         mx.async_eval([c.state for c in self._caches])
+
+    def _evaluate_by_layers(self, num_tokens: int) -> None:
+        """Start computing a prefill chunk, and wait until all but a few layers are done.
+
+        MLX runs up to a thousand operations ahead of the device, and holds all that
+        these compute: unpacked weights and hidden states of many layers.
+        """
+        if not self.runner.backend.prefills_by_layers:
+            return self.evaluate()
+        ahead = AHEAD if num_tokens < MANY_TOKENS else 1
+        for cache in self._caches:
+            state = cache.state
+            mx.async_eval(state)
+            self._computing.append(state)
+            while len(self._computing) > ahead:
+                mx.eval(self._computing.popleft())
 
     def _restore(self, without: Collection[int]) -> Iterator[None]:
         """Begin with a prefix from the store; yield while it is read."""
