@@ -12,6 +12,7 @@ of a verification.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import product as product_of
@@ -57,13 +58,16 @@ THREADS = 128
 #: most EXPERT_WARPS warps, since there are many blocks (one H100: 4 take a tenth more
 #: time, 8 a half).
 MOST_PAIRS, EXPERT_WARPS = 8192, 2
+# With more than FEW_PAIRS of each expert, a block takes EXPERT_WIDE times TILE of them
+# at once, by WIDE_WARPS warps.
+FEW_PAIRS, EXPERT_WIDE, WIDE_WARPS = 12, 4, 4
 
 
 @cache
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
     return cuda_kernel(
         f"packed_{bits}_{TYPES[dtype]}",
-        _source(text.ROWS, WRITE, WARPS),
+        _source(text.ROWS, WRITE),
         ("x", "weight", "scales", "biases", "bias", "ends"),
         ("out",),
         header=_header(dtype, bits),
@@ -71,19 +75,31 @@ def _kernel(dtype: mx.Dtype, bits: int) -> Any:
 
 
 @cache
-def _expert_kernel(dtype: mx.Dtype, bits: int) -> Any:
+def _expert_kernel(dtype: mx.Dtype, bits: int, gated: bool, shared: bool) -> Any:
+    arrays = ["weight", "scales", "biases"]
+    if gated:
+        arrays += [f"up_{name}" for name in arrays]
+    if shared:
+        arrays += [f"shared_{name}" for name in arrays]
+    matrices = text.TWO_MATRICES if gated else text.ONE_MATRIX
+    either = r"(of_shared ? shared_\1 : \1)" if shared else r"\1"
+    matrices = re.sub(r"SHARED_OF\((\w+)\)", either, matrices)
+    write = text.GATED_WRITE if gated else text.EXPERT_WRITE
+    rows = text.EXPERT_ROWS.replace("@MATRICES@", matrices)
+    name = "packed_experts" + "_gated" * gated + "_shared" * shared
     return cuda_kernel(
-        f"packed_experts_{bits}_{TYPES[dtype]}",
-        _source(text.EXPERT_ROWS, text.EXPERT_WRITE, EXPERT_WARPS),
-        ("x", "weight", "scales", "biases", "indices"),
+        f"{name}_{bits}_{TYPES[dtype]}",
+        _source(rows, write, gated=gated, shared=shared),
+        ("x", "indices", *arrays),
         ("out",),
         header=_header(dtype, bits),
     )
 
 
-def _source(rows: str, write: str, warps: int) -> str:
+def _source(rows: str, write: str, *, gated: bool = False, shared: bool = False) -> str:
     source = text.SOURCE.replace("@ROWS@", rows).replace("@WRITE@", write)
-    source = source.replace("@WARPS@", str(warps))
+    source = source.replace("@GATED@", str(int(gated)))
+    source = source.replace("@SHARED@", str(int(shared)))
     return source.replace("@MOST_PAIRS@", str(MOST_PAIRS))
 
 
@@ -151,6 +167,8 @@ def product(
             ("BITS", bits),
             ("GROUP", group_size),
             ("WIDE", wide),
+            ("WARPS", WARPS),
+            ("IN_TURN", 0),
             ("EIGHTS", _by_eights(scales.shape[1])),
         ],
         grid=(
@@ -182,45 +200,63 @@ def expert_product(
     *,
     bits: int,
     group_size: int,
+    up: Sequence[mx.array] = (),
+    shared: Sequence[mx.array] = (),
     pieces: int | None = None,
+    wide: bool | None = None,
 ) -> mx.array:
     """x (..., 1, K) times the packed matrices (E, N, K), transposed, that indices name.
 
-    Each matrix is read once for every eight of its pairs, in whatever order they come.
-    A pair's sum has the same bits whatever is beside it.
+    Each matrix is read once for every eight of its pairs, or for EXPERT_WIDE times as
+    many, in whatever order they come. A pair's sum has the same bits whatever is
+    beside it.
 
     Args:
-        x: a row for each of the indices, or for each of their rows; as in
-            :func:`product`.
+        x: a row for each of the indices (and of the shared expert), or for each of
+            their rows; as in :func:`product`.
         packed: numbers, scales and biases of :func:`mx.quantize`, shapes
             (E, N, K * bits / 32) and (E, N, K / group_size).
         indices: of matrices that exist, at most MOST_PAIRS, one dimension or more.
+        up: matrices like ``packed``: the result is silu(x packed) * (x up).
+        shared: matrices like ``packed`` (and ``up``), of an expert that all rows of
+            indices use as their last; (N, ...) each.
         pieces: of K; ``None``: by the matrices' shape.
+        wide: whether a block takes many pairs at once; ``None``: by their number.
 
     Returns:
-        An array (*indices.shape, 1, N).
+        An array (*indices.shape, 1, N); with a shared expert one more in the dimension
+        before the last two.
     """
     if indices.size > MOST_PAIRS:
         raise ValueError(f"{indices.size} pairs: at most {MOST_PAIRS} are computed")
-    weight, scales, biases = packed
-    experts, columns, groups = scales.shape
+    experts, columns, groups = packed[1].shape
     length = groups * group_size
     if pieces is None:
         pieces = num_pieces(columns, length, bits)
     pieces = min(pieces, num_turns(length, bits), EXPERT_WARPS)
-    (out,) = _expert_kernel(x.dtype, bits)(
+    if wide is None:
+        wide = indices.size > FEW_PAIRS * experts
+    tiles, warps = (EXPERT_WIDE, WIDE_WARPS) if wide else (1, pieces)
+    of_block = COLUMNS // (2 if up else 1) * (WIDE_WARPS if wide else 1)
+    *rows, used = indices.shape
+    blocks = min(indices.size, experts)
+    if shared:
+        blocks += -(-indices.size // used // (TILE * tiles))
+    (out,) = _expert_kernel(x.dtype, bits, bool(up), bool(shared))(
         # MLX finds compiled kernels by name, whatever the inputs' types are.
-        inputs=[x, weight, scales, biases, indices.astype(mx.uint32)],
+        inputs=[x, indices.astype(mx.uint32), *packed, *up, *shared],
         template=[
             ("T", x.dtype),
             ("BITS", bits),
             ("GROUP", group_size),
-            ("WIDE", 1),
+            ("WIDE", tiles),
+            ("WARPS", WIDE_WARPS if wide else EXPERT_WARPS),
+            ("IN_TURN", pieces if wide else 0),
             ("EIGHTS", _by_eights(groups)),
         ],
-        grid=(-(-columns // COLUMNS) * 32 * pieces, 1, min(indices.size, experts)),
-        threadgroup=(32 * pieces, 1, 1),
-        output_shapes=[(*indices.shape, 1, columns)],
+        grid=(-(-columns // of_block) * 32 * warps, 1, blocks),
+        threadgroup=(32 * warps, 1, 1),
+        output_shapes=[(*rows, used + bool(shared), 1, columns)],
         output_dtypes=[x.dtype],
     )
     product: mx.array = out

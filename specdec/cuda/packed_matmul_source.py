@@ -115,55 +115,70 @@ SOURCE = """
   constexpr int TOGETHER = WIDE == 1 ? 1 : 2, AHEAD = WIDE == 1 ? 2 : 1;
   static_assert(8 * GROUP >= AHEAD * TURN, "scales would be overwritten too early");
 
-  constexpr int WARPS = @WARPS@;  // that a block has at most
+  // A warp has 32 columns of a matrix, or 16 of each of two: GATED.
+  constexpr bool GATED = @GATED@, SHARED = @SHARED@;
+  constexpr int COLUMNS = GATED ? 16 : 32;
   const int K = x_shape[x_ndim - 1];
   const int N = scales_shape[scales_ndim - 2], groups = scales_shape[scales_ndim - 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int of_eight = lane / 4, part = lane % 4;
   // Which piece of K is the warp's, of how many; and the block's columns of the result.
-  const int piece = WIDE == 1 ? warp : blockIdx.y;
-  const int pieces = WIDE == 1 ? blockDim.x / 32 : gridDim.y;
-  const int columns = WIDE == 1 ? 32 : blockDim.x;
+  // With IN_TURN pieces, a warp computes them one after the other.
+  int piece = WIDE == 1 ? warp : IN_TURN ? 0 : blockIdx.y;
+  const int pieces = WIDE == 1 ? blockDim.x / 32 : IN_TURN ? IN_TURN : gridDim.y;
+  const int columns = WIDE == 1 ? COLUMNS : blockDim.x / 32 * COLUMNS;
   const long long turns = (K + TURN - 1) / TURN;
-  const int begin = turns * piece / pieces, end = turns * (piece + 1) / pieces;
+  int begin = turns * piece / pieces, end = turns * (piece + 1) / pieces;
   const int leftmost = blockIdx.x * columns;
-  const int first = leftmost + (WIDE == 1 ? 0 : warp * 32);
+  const int first = leftmost + (WIDE == 1 ? 0 : warp * COLUMNS);
   @ROWS@
-  const int used = (count + 7) / 8;
+  int used = (count + 7) / 8;
   // Where blocks share K, a block's sums.
   const bool shared = gridDim.y > 1;
   float* const parts =
       reinterpret_cast<float*>(out) + static_cast<size_t>(blockIdx.y) * M * N;
   const unsigned short* const numbers = reinterpret_cast<const unsigned short*>(x);
   // Where 16 bytes cannot be loaded at once, each thread computes some of the result.
-  if ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight) |
-       reinterpret_cast<size_t>(scales) | reinterpret_cast<size_t>(biases)) % 16) {
+  size_t starts = reinterpret_cast<size_t>(x);
+  #pragma unroll
+  for (int i = 0; i < 1 + GATED; ++i)
+    starts |= reinterpret_cast<size_t>(weights_of[i]) |
+              reinterpret_cast<size_t>(scales_of[i]) |
+              reinterpret_cast<size_t>(biases_of[i]);
+  if (starts % 16) {
     // Pieces are summed one by one, as everywhere.
-    const int lowest = WIDE == 1 ? 0 : piece, highest = WIDE == 1 ? pieces : piece + 1;
+    const bool by_blocks = WIDE > 1 && !IN_TURN;
+    const int lowest = by_blocks ? piece : 0, highest = by_blocks ? piece + 1 : pieces;
     const int there = min(columns, N - leftmost);
     for (int one = threadIdx.x; one < there * count; one += blockDim.x) {
       const int at = leftmost + one % there, m = row_of(one / there);
-      float sum = 0.0f;
-      for (int p = lowest; p < highest; ++p) {
-        float its = 0.0f;
-        const int from = turns * p / pieces * TURN;
-        const int until = turns * (p + 1) / pieces * TURN;
-        for (int k = from; k < min(until, K); ++k) {
-          const size_t word = (matrix + at) * (K / 32 * BITS) + k * BITS / 32;
-          const unsigned q = weight[word] >> k % (32 / BITS) * BITS & ((1 << BITS) - 1);
-          const size_t g = (matrix + at) * groups + k / GROUP;
-          const T w = static_cast<T>(fmaf(static_cast<float>(scales[g]),
-                                          static_cast<float>(q),
-                                          static_cast<float>(biases[g])));
-          its = fmaf(static_cast<float>(x[static_cast<size_t>(x_row(m)) * K + k]),
-                     static_cast<float>(w), its);
+      float both[2];
+      for (int i = 0; i < 1 + GATED; ++i) {
+        float whole = 0.0f;
+        for (int p = lowest; p < highest; ++p) {
+          float its = 0.0f;
+          const int from = turns * p / pieces * TURN;
+          const int until = turns * (p + 1) / pieces * TURN;
+          for (int k = from; k < min(until, K); ++k) {
+            const size_t word = (matrix + at) * (K / 32 * BITS) + k * BITS / 32;
+            const unsigned q =
+                weights_of[i][word] >> k % (32 / BITS) * BITS & ((1 << BITS) - 1);
+            const size_t g = (matrix + at) * groups + k / GROUP;
+            const T w = static_cast<T>(fmaf(static_cast<float>(scales_of[i][g]),
+                                            static_cast<float>(q),
+                                            static_cast<float>(biases_of[i][g])));
+            its = fmaf(static_cast<float>(x[static_cast<size_t>(x_row(m)) * K + k]),
+                       static_cast<float>(w), its);
+          }
+          whole = p == lowest ? its : whole + its;
         }
-        sum = p == lowest ? its : sum + its;
+        both[i] = whole;
       }
       if (shared) {
-        parts[static_cast<size_t>(m) * N + at] = sum;
+        parts[static_cast<size_t>(m) * N + at] = both[0];
         continue;
       }
+      float sum = both[0], up = both[GATED];
       @WRITE@
     }
     return;
@@ -175,14 +190,16 @@ SOURCE = """
   for (int t = 0; t < 2; ++t)
     #pragma unroll
     for (int i = 0; i < 2; ++i)
-      rows[t][i] = weight +
-          (matrix + min(first + t * 16 + i * 8 + of_eight, N - 1)) * (K / 32 * BITS);
+      rows[t][i] = weights_of[GATED && t] +
+          (matrix + min(first + (GATED ? 0 : t * 16) + i * 8 + of_eight, N - 1)) *
+              (K / 32 * BITS);
   // Of the four rows of four threads, each reads the scales of one.
-  const size_t scaled = (matrix + min(first + part * 8 + of_eight, N - 1)) * groups;
+  const int second = GATED && part > 1, own_row = (part - 2 * second) * 8 + of_eight;
+  const size_t scaled = (matrix + min(first + own_row, N - 1)) * groups;
   const unsigned short* const its_scales =
-      reinterpret_cast<const unsigned short*>(scales) + scaled;
+      reinterpret_cast<const unsigned short*>(scales_of[second]) + scaled;
   const unsigned short* const its_biases =
-      reinterpret_cast<const unsigned short*>(biases) + scaled;
+      reinterpret_cast<const unsigned short*>(biases_of[second]) + scaled;
 
   float sums[2][WIDE][4];
   const int own = part * TURN / 4;  // a thread's columns of a turn
@@ -344,72 +361,99 @@ SOURCE = """
         for (int c = 0; c < 4; ++c)
           found[warp][part * 2 + c % 2][t * 16 + c / 2 * 8 + of_eight] = sums[t][0][c];
       __syncthreads();
-      for (int one = threadIdx.x; one < 8 * 32; one += blockDim.x) {
-        const int at = first + one % 32, i = tile + one / 32;
+      for (int one = threadIdx.x; one < 8 * COLUMNS; one += blockDim.x) {
+        const int column = one % COLUMNS, its_row = one / COLUMNS;
+        const int at = first + column, i = tile + its_row;
         if (at >= N || i >= count) continue;
         const int m = row_of(i);
-        float sum = found[0][one / 32][one % 32];
-        for (int p = 1; p < pieces; ++p) sum += found[p][one / 32][one % 32];
+        float sum = found[0][its_row][column];
+        for (int p = 1; p < pieces; ++p) sum += found[p][its_row][column];
+        float up = 0.0f;
+        if (GATED) {
+          up = found[0][its_row][16 + column];
+          for (int p = 1; p < pieces; ++p) up += found[p][its_row][16 + column];
+        }
         @WRITE@
       }
     }
   } else {
-    start();
     // Turns of which x is laid out at a time, and what of it each warp lays out: a unit
     // is eight rows in the columns of a step.
-    constexpr int TURNS = 1024 / TURN / WIDE;
+    constexpr int TURNS = (IN_TURN ? 512 : 1024) / TURN / WIDE;
     constexpr int UNITS = TURNS * WIDE * STEPS, OWN = (UNITS + WARPS - 1) / WARPS;
     __shared__ uint4 laid[2][UNITS][32];
-    int side = 1;
-    for (int chunk = begin - TURNS; chunk < end; chunk += TURNS, side ^= 1) {
-      // The next turns' x: asked for here, laid out when these are done.
-      uint4 taken[OWN];
-      #pragma unroll
-      for (int o = 0; o < OWN; ++o) {
-        const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
-        const int turn = chunk + TURNS + unit / STEPS / WIDE;
-        const int i = j * 8 + of_eight, m = row_of(min(i, count - 1));
-        const int from = turn * TURN + own + unit % STEPS * 8;
-        const unsigned short* const at =
-            numbers + static_cast<size_t>(x_row(m)) * K + (from < K ? from : 0);
-        taken[o] = make_uint4(0u, 0u, 0u, 0u);
-        if (unit < UNITS && turn < end && from < K && i < count)
-          taken[o] = __ldg(reinterpret_cast<const uint4*>(at));
+    float before[IN_TURN ? 2 : 1][WIDE][4];  // sums of the pieces before
+    const int passes = IN_TURN ? (count + 8 * WIDE - 1) / (8 * WIDE) * IN_TURN : 1;
+    for (int pass = 0; pass < passes; ++pass) {
+      const int tile = IN_TURN ? pass / pieces * 8 * WIDE : 0;
+      if (IN_TURN) {
+        piece = pass % pieces;
+        begin = turns * piece / pieces;
+        end = turns * (piece + 1) / pieces;
+        used = (min(count - tile, 8 * WIDE) + 7) / 8;
       }
-
-      const int until = chunk < begin ? chunk : min(chunk + TURNS, end);
-      for (int turn = chunk; turn < until; ++turn) {
-        multiply(turn, [&](int j, int step) {
-          return laid[side][((turn - chunk) * WIDE + j) * STEPS + step][lane];
-        });
-      }
-
-      #pragma unroll
-      for (int o = 0; o < OWN; ++o) {
-        const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
-        if (unit < UNITS && j < used)
-          laid[side ^ 1][unit][lane] = specdec_arranged<BITS>(taken[o]);
-      }
-      __syncthreads();
-    }
-
-    #pragma unroll
-    for (int t = 0; t < 2; ++t)
-      #pragma unroll
-      for (int j = 0; j < WIDE; ++j)
+      start();
+      int side = 1;
+      for (int chunk = begin - TURNS; chunk < end; chunk += TURNS, side ^= 1) {
+        // The next turns' x: asked for here, laid out when these are done.
+        uint4 taken[OWN];
         #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int at = first + t * 16 + c / 2 * 8 + of_eight;
-          const int i = j * 8 + part * 2 + c % 2;
-          if (at >= N || i >= count) continue;
-          const int m = row_of(i);
-          float sum = sums[t][j][c];
-          if (shared) {
-            parts[static_cast<size_t>(m) * N + at] = sum;
-            continue;
-          }
-          @WRITE@
+        for (int o = 0; o < OWN; ++o) {
+          const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
+          const int turn = chunk + TURNS + unit / STEPS / WIDE;
+          const int i = tile + j * 8 + of_eight, m = row_of(min(i, count - 1));
+          const int from = turn * TURN + own + unit % STEPS * 8;
+          const unsigned short* const at =
+              numbers + static_cast<size_t>(x_row(m)) * K + (from < K ? from : 0);
+          taken[o] = make_uint4(0u, 0u, 0u, 0u);
+          if (unit < UNITS && turn < end && from < K && i < count)
+            taken[o] = __ldg(reinterpret_cast<const uint4*>(at));
         }
+
+        const int until = chunk < begin ? chunk : min(chunk + TURNS, end);
+        for (int turn = chunk; turn < until; ++turn) {
+          multiply(turn, [&](int j, int step) {
+            return laid[side][((turn - chunk) * WIDE + j) * STEPS + step][lane];
+          });
+        }
+
+        #pragma unroll
+        for (int o = 0; o < OWN; ++o) {
+          const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
+          if (unit < UNITS && j < used)
+            laid[side ^ 1][unit][lane] = specdec_arranged<BITS>(taken[o]);
+        }
+        __syncthreads();
+      }
+
+      #pragma unroll
+      for (int t = 0; t < (IN_TURN ? 2 : 0); ++t)
+        #pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+          #pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            if (piece > 0) sums[t][j][c] = before[t][j][c] + sums[t][j][c];
+            before[t][j][c] = sums[t][j][c];
+          }
+      if (IN_TURN && piece + 1 < pieces) continue;
+      #pragma unroll
+      for (int t = 0; t < (GATED ? 1 : 2); ++t)
+        #pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+          #pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const int at = first + t * 16 + c / 2 * 8 + of_eight;
+            const int i = tile + j * 8 + part * 2 + c % 2;
+            if (at >= N || i >= count) continue;
+            const int m = row_of(i);
+            float sum = sums[t][j][c], up = sums[GATED][j][c];
+            if (shared) {
+              parts[static_cast<size_t>(m) * N + at] = sum;
+              continue;
+            }
+            @WRITE@
+          }
+    }
   }
 """
 
@@ -419,6 +463,9 @@ ROWS = """
   int M = 1;
   for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
   constexpr size_t matrix = 0;
+  const unsigned* const weights_of[2] = {weight, weight};
+  const T* const scales_of[2] = {scales, scales};
+  const T* const biases_of[2] = {biases, biases};
   const int top = blockIdx.z * 8 * WIDE, count = min(8 * WIDE, M - top);
   auto row_of = [&](int i) { return top + i; };
   auto x_row = [](int m) { return m; };
@@ -427,16 +474,23 @@ ROWS = """
 # With experts, a row of the result is a pair of a token and an expert. A block computes
 # the pairs of one expert: of the one whose number it has, or, where there are fewer
 # pairs than experts, of the pair whose number it has, if that is the expert's first.
+# After these come blocks of the shared expert, for some tokens each. The shared
+# expert's pair is a token's last.
 EXPERT_ROWS = """
   const int experts = scales_shape[0];
   int all = 1, M = 1;
   for (int i = 0; i < indices_ndim; ++i) all *= indices_shape[i];
   for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
-  const bool by_pair = all < experts;
-  const int expert = by_pair ? static_cast<int>(indices[blockIdx.z]) : blockIdx.z;
+  const int used_experts = indices_shape[indices_ndim - 1];
+  const int stride = used_experts + SHARED;  // pairs of a token in the result
+  const int blocks = min(all, experts);  // before the shared expert's
+  const bool by_pair = all < experts, of_shared = SHARED && blockIdx.z >= blocks;
+  const int expert = of_shared ? 0
+                     : by_pair ? static_cast<int>(indices[blockIdx.z])
+                               : blockIdx.z;
   __shared__ unsigned short pairs[@MOST_PAIRS@];
   __shared__ int number;
-  if (warp == 0) {
+  if (warp == 0 && !of_shared) {
     int before = 0;
     for (int from = 0; from < all; from += 32) {
       const int at = from + lane;
@@ -448,14 +502,40 @@ EXPERT_ROWS = """
     if (lane == 0) number = before;
   }
   __syncthreads();
-  const int count = number, of_token = all / M;
-  if (count == 0 || (by_pair && pairs[0] != blockIdx.z)) return;
+  const int top = of_shared ? (blockIdx.z - blocks) * 8 * WIDE : 0;
+  const int count =
+      of_shared ? min(8 * WIDE, all / used_experts - top) : number;
+  if (count == 0 || (by_pair && !of_shared && pairs[0] != blockIdx.z)) return;
   const size_t matrix = static_cast<size_t>(expert) * N;
-  auto row_of = [&](int i) { return static_cast<int>(pairs[i]); };
-  auto x_row = [&](int m) { return m / of_token; };
+  @MATRICES@
+  auto row_of = [&](int i) {
+    if (of_shared) return (top + i + 1) * stride - 1;
+    const int pair = pairs[i];
+    return SHARED ? pair / used_experts * stride + pair % used_experts : pair;
+  };
+  // Rows of x are tokens, or pairs.
+  const int of_row = all / used_experts * stride / M;
+  auto x_row = [&](int m) { return m / of_row; };
+"""
+ONE_MATRIX = """
+  const unsigned* const weights_of[2] = {SHARED_OF(weight), weight};
+  const T* const scales_of[2] = {SHARED_OF(scales), scales};
+  const T* const biases_of[2] = {SHARED_OF(biases), biases};
+"""
+TWO_MATRICES = """
+  const unsigned* const weights_of[2] = {SHARED_OF(weight), SHARED_OF(up_weight)};
+  const T* const scales_of[2] = {SHARED_OF(scales), SHARED_OF(up_scales)};
+  const T* const biases_of[2] = {SHARED_OF(biases), SHARED_OF(up_biases)};
 """
 EXPERT_WRITE = """
         out[static_cast<size_t>(m) * N + at] = static_cast<T>(sum);
+"""
+# The activation, rounded where MLX's operations round.
+GATED_WRITE = """
+        auto rounded = [](float v) { return static_cast<float>(static_cast<T>(v)); };
+        const float gate = rounded(sum);
+        const float silu = rounded(gate * rounded(1.0f / (1.0f + expf(-gate))));
+        out[static_cast<size_t>(m) * N + at] = static_cast<T>(silu * rounded(up));
 """
 
 # Adds up the sums of a product's blocks, in the order of the blocks.

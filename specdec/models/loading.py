@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..backend import defaults
 from ..cuda import (
     attention_patch,
+    expert_block,
     expert_matmul,
     flattened_matmul,
     gated_delta,
@@ -217,6 +218,7 @@ def fit(model: Any) -> None:
             flattened_matmul,
             skinny_matmul,
             attention_patch,
+            expert_block,
             expert_matmul,
             gated_delta,
         )
@@ -225,6 +227,7 @@ def fit(model: Any) -> None:
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
+            expert_block.take_few_launches(model)
             expert_matmul.take_many_tokens(model)
             join_products(model)
             # The fastest choice may differ between ranks, but all ranks must compute

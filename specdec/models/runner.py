@@ -501,13 +501,14 @@ class ModelRows:
         mx.async_eval([c.state for c in self._caches])
 
     def _evaluate_by_layers(self, num_tokens: int) -> None:
-        """Start computing a prefill chunk, and wait until all but a few layers are done.
+        """Start computing a prefill chunk; wait until all but a few layers are done.
 
         MLX runs up to a thousand operations ahead of the device, and holds all that
         these compute: unpacked weights and hidden states of many layers.
         """
         if not self.runner.backend.prefills_by_layers:
-            return self.evaluate()
+            self.evaluate()
+            return
         ahead = AHEAD if num_tokens < MANY_TOKENS else 1
         for cache in self._caches:
             state = cache.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product as product_of
 from typing import Any
 
 import mlx.core as mx
@@ -207,7 +208,7 @@ def test_a_model_s_own_variant_is_tried(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Another variant than its layers launch is proven, and theirs is trusted."""
-    old, new = "float sum = sums[t][j][c];", f"float sum = {fault} ? 0 : sums[t][j][c];"
+    old, new = "float sum = sums[t]", f"float sum = {fault} ? 0 : sums[t]"
     plant(monkeypatch, packed_matmul_source, "SOURCE", old, new)
     for groups, eights in ((8, True), (9, False)):
         layer = nn.QuantizedLinear(64 * groups, 32, group_size=64, bits=4)
@@ -234,10 +235,14 @@ def experts_agree(
     # A row of x for each pair, or for each token.
     for shape in (pairs, (*pairs[:-1], 1)):
         x = drawn(*shape, 1, length, dtype=dtype)
-        found = packed_matmul.expert_product(
-            x, weight, chosen.astype(mx.uint32), **kind
+        found, wide = (
+            packed_matmul.expert_product(
+                x, weight, chosen.astype(mx.uint32), wide=wide, **kind
+            )
+            for wide in (False, True)
         )
         assert found.shape == (*pairs, 1, columns)
+        right = right and bool(mx.array_equal(found, wide))
         whole = mx.broadcast_to(x, (*pairs, 1, length)).reshape(-1, length)
         for expert, row, its in zip(
             chosen.reshape(-1).tolist(),  # type: ignore[arg-type]
@@ -283,6 +288,57 @@ def test_indices_of_any_type() -> None:
         packed_matmul.expert_product(x, weight, many, bits=4, group_size=64)
 
 
+def blocks_agree(
+    tokens: int, used: int, experts: int, dtype: mx.Dtype = mx.bfloat16
+) -> bool:
+    """Whether gated products have the bits of two products and the activation.
+
+    With a shared expert, which is every token's last, and without; few pairs at once
+    and many; and the products that follow, of a row for each pair.
+    """
+    chosen = mx.random.randint(0, experts, (tokens, used), key=mx.random.key(4))
+    packed = [
+        mx.quantize(drawn(experts + 1, n, k, dtype=dtype, seed=i), 64, 4)
+        for i, (n, k) in enumerate([(37, 192), (37, 192), (45, 192)])
+    ]
+    (gate, _), (up, _), (down, _) = parts = [
+        ([a[:-1] for a in each], [a[-1] for a in each]) for each in packed
+    ]
+    kind: Any = {"bits": 4, "group_size": 64, "pieces": 2}
+    x = drawn(tokens, 1, 1, 192, dtype=dtype)
+    right = True
+    for wide, shared in product_of((False, True), (False, True)):
+        both = [*parts[0][1], *parts[1][1]] if shared else []
+        found = packed_matmul.expert_product(
+            x, gate, chosen, up=up, shared=both, wide=wide, **kind
+        )
+        every = mx.concatenate([chosen, mx.full((tokens, 1), experts)], axis=1)
+        every = every if shared else chosen
+        gates, ups = (
+            packed_matmul.expert_product(x, each, every, wide=False, **kind)
+            for each in packed[:2]
+        )
+        silu = gates * mx.sigmoid(gates.astype(mx.float32)).astype(dtype)
+        right = right and bool(mx.array_equal(found, silu * ups))
+        after = drawn(tokens, used + shared, 1, 192, dtype=dtype, seed=9)
+        found = packed_matmul.expert_product(
+            after, down, chosen, shared=parts[2][1] if shared else [], wide=wide, **kind
+        )
+        exact = packed_matmul.expert_product(
+            after, packed[2], every, wide=False, **kind
+        )
+        right = right and bool(mx.array_equal(found, exact))
+    return right
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gated_and_shared_experts(dtype: mx.Dtype) -> None:
+    """Fewer pairs than experts and more, more of one than a tile, and wide tiles."""
+    for tokens, used, experts in ((1, 2, 5), (3, 2, 6), (20, 2, 3), (37, 3, 3)):
+        assert blocks_agree(tokens, used, experts, dtype), (tokens, used, experts)
+
+
 EXPERT_FAULTS = {
     "a pair's block that is not its expert's first": (
         "pairs[0] != blockIdx.z",
@@ -292,7 +348,7 @@ EXPERT_FAULTS = {
     "pairs beyond 32": ("from += 32", "from += 64"),
     "a later pair in an earlier one's place": ("pairs[before +", "pairs["),
     "the same matrix for all": ("= static_cast<size_t>(expert) * N", "= 0"),
-    "another token's row": ("return m / of_token", "return m / of_token * 0"),
+    "another token's row": ("return m / of_row", "return m / of_row * 0"),
     "another pair's row of the result": (
         "(m) * N + at] = static_cast<T>",
         "(0) * N + at] = static_cast<T>",
@@ -300,7 +356,10 @@ EXPERT_FAULTS = {
     "pairs beyond eight": ("tile < count; tile += 8", "tile < 1; tile += 8"),
     "sums that are overwritten": ("if (tile > 0) __syncthreads();", ""),
     "another eight's rows of x": ("row_of(there ? tile +", "row_of(there ? 0 +"),
-    "too soon listed": ("  __syncthreads();\n  const int count", "  const int count"),
+    "too soon listed": ("  __syncthreads();\n  const int top", "  const int top"),
+    "pairs beyond a wide tile": ("? pass / pieces * 8 * WIDE : 0", "? 0 : 0"),
+    "pieces before are forgotten": ("if (piece > 0) sums", "if (false) sums"),
+    "the first piece again": ("piece = pass % pieces;", "piece = 0;"),
 }
 
 
@@ -354,23 +413,26 @@ FAULTS = {
     "the scale of another group": ("part * GROUPS / 4 == group", "group < 0"),
     "what was added stays": ("if (SPECDEC_LESS != 0)", "if (false)"),
     "sums of other rows of x": (
-        "= j * 8 + part * 2 + c % 2;",
-        "= j * 8 + part * 2 + 1 - c % 2;",
+        "+ j * 8 + part * 2 + c % 2;",
+        "+ j * 8 + part * 2 + 1 - c % 2;",
     ),
     "rows beyond x": ("turn < end && from < K && i < count)", "turn < end)"),
     "columns beyond x, of few rows": ("if (from < K && there)", "if (there)"),
     "the first row of x again": ("(there ? tile + of_eight : 0)", "(0)"),
     "the same turn of x, of few rows": ("take(min(turn + 1, end - 1));", ""),
     "another step of few rows": ("return held[step];", "return held[step ^ 1];"),
-    "pieces left out, of few rows": ("p < pieces; ++p)", "p + 1 < pieces; ++p)"),
+    "pieces left out, of few rows": (
+        "p < pieces; ++p) sum",
+        "p + 1 < pieces; ++p) sum",
+    ),
     "a warp's sums in another's place": ("found[warp][part", "found[warp ^ 1][part"),
     "too soon added up": ("[c];\n      __syncthreads();", "[c];"),
     "rows of x twice": ("z * 8 * WIDE,", "z * 8,"),
     "too few rows of x": ("(count + 7) / 8", "count / 8"),
     "columns beyond the matrix": ("i * 8 + of_eight, N - 1)", "i * 8 + of_eight, N)"),
     "a column more": (
-        "if (at >= N || i >= count) continue;\n          const",
-        "if (at > N || i >= count) continue;\n          const",
+        "if (at >= N || i >= count) continue;\n            const",
+        "if (at > N || i >= count) continue;\n            const",
     ),
     "a column more, of few rows": (
         "if (at >= N || i >= count) continue;\n        const",
@@ -378,7 +440,7 @@ FAULTS = {
     ),
     "blocks that begin late": ("begin = turns * piece", "begin = (turns + 2) * piece"),
     "the wrong side is laid": ("laid[side ^ 1]", "laid[side]"),
-    "too soon read": ("      }\n      __syncthreads();\n", "      }\n"),
+    "too soon read": ("        }\n        __syncthreads();\n", "        }\n"),
     "no bias": ("bias_ndim == 1", "bias_ndim == 3"),
     "pieces left out": ("i = 1; i < count", "i = 1; i + 1 < count"),
     "scales of the first eight groups": (

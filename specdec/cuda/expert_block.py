@@ -1,0 +1,413 @@
+"""Layers of experts in few launches: router, experts, shared expert and sum.
+
+mlx-lm's block of experts (Qwen3 with experts, Qwen3-Next, Qwen3.5) is some twenty
+operations: it normalises scores, sorts them, gathers and divides, multiplies by three
+matrices, and sums. Here it is five launches: the product of the router, its choice, the
+gated product of experts, the product that follows, and the sum. A shared expert of the
+experts' shape is computed as one more of them.
+
+A token's result does not depend on the tokens beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
+
+from . import packed_matmul
+from .kernels import TYPES, cuda_kernel
+from .modules import change_kinds
+from .packed_matmul import Kind
+from .proofs import holds
+
+#: The most experts: a thread of a warp holds the scores of each 32nd.
+MOST_EXPERTS = 1024
+# Threads of a block that sums up.
+THREADS = 128
+
+# A warp chooses the experts of a token. Of equal scores the later one is larger, and
+# the largest is last, as if they were sorted. Results are rounded where MLX's
+# operations round.
+_ROUTE = """
+  constexpr int EACH = (E + 31) / 32;
+  const size_t token = blockIdx.x;
+  const int lane = threadIdx.x;
+  auto rounded = [](float v) { return static_cast<float>(static_cast<T>(v)); };
+  float scores_of[EACH], most = -INFINITY, sum = 0.0f;
+  #pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = i * 32 + lane;
+    scores_of[i] = at < E ? static_cast<float>(logits[token * logits_strides[0] +
+                                                      at * logits_strides[1]])
+                          : -INFINITY;
+    most = fmaxf(most, scores_of[i]);
+  }
+  #pragma unroll
+  for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
+  #pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    scores_of[i] = expf(scores_of[i] - most);
+    sum += scores_of[i];
+  }
+  #pragma unroll
+  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+  #pragma unroll
+  for (int i = 0; i < EACH; ++i)
+    // NaN is 0 here, and 0 / 0 below.
+    scores_of[i] =
+        i * 32 + lane < E ? fmaxf(rounded(scores_of[i] * (1.0f / sum)), 0.0f) : -1.0f;
+  float total = 0.0f, own = 0.0f;
+  for (int place = K - 1; place >= 0; --place) {
+    float best = -2.0f;
+    int which = -1;
+    #pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (scores_of[i] >= best) best = scores_of[i], which = i * 32 + lane;
+    #pragma unroll
+    for (int i = 16; i; i /= 2) {
+      const float other = __shfl_xor_sync(~0u, best, i);
+      const int its = __shfl_xor_sync(~0u, which, i);
+      if (other > best || (other == best && its > which)) best = other, which = its;
+    }
+    #pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (i * 32 + lane == which) scores_of[i] = -2.0f;
+    if (lane == place) {
+      chosen[token * K + place] = which;
+      own = best;
+    }
+    total += best;
+  }
+  if (NORMED) own = rounded(own / rounded(total));
+  if (lane < K) scores[token * (K + SHARED) + lane] = static_cast<T>(own);
+  @SHARED_SCORE@
+"""
+_SHARED_SCORE = """
+  if (lane == 0) {
+    const float by = static_cast<float>(shared[token * shared_strides[0]]);
+    scores[token * (K + 1) + K] = static_cast<T>(1.0f / (1.0f + expf(-by)));
+  }
+"""
+_SUM = """
+  const int D = y_shape[y_ndim - 1], at = blockIdx.x * blockDim.x + threadIdx.x;
+  const size_t token = blockIdx.y;
+  auto rounded = [](float v) { return static_cast<float>(static_cast<T>(v)); };
+  if (at < D) {
+    float sum = 0.0f;
+    auto part = [&](int i) {
+      const size_t pair = token * (K + SHARED) + i;
+      return rounded(static_cast<float>(y[pair * D + at]) *
+                     static_cast<float>(scores[pair]));
+    };
+    #pragma unroll
+    for (int i = 0; i < K; ++i) sum += part(i);
+    if (SHARED) sum = rounded(sum) + part(K);
+    out[token * D + at] = static_cast<T>(sum);
+  }
+"""
+
+
+class Form(NamedTuple):
+    """All that the kernels are compiled for.
+
+    Args:
+        product: of the experts' first products.
+        after: of the products that follow.
+        experts: how many there are.
+        used: how many a token uses.
+        normed: whether the scores of these are divided by their sum.
+        shared: whether there is a shared expert.
+    """
+
+    product: packed_matmul.Form
+    after: packed_matmul.Form
+    experts: int
+    used: int
+    normed: bool
+    shared: bool
+
+
+@cache
+def _routing(dtype: mx.Dtype, shared: bool) -> Any:
+    return cuda_kernel(
+        f"route_{TYPES[dtype]}" + "_shared" * shared,
+        _ROUTE.replace("@SHARED_SCORE@", _SHARED_SCORE if shared else ""),
+        ("logits", *(("shared",) if shared else ())),
+        ("chosen", "scores"),
+        copies_views=False,
+    )
+
+
+@cache
+def _summing(dtype: mx.Dtype) -> Any:
+    return cuda_kernel(f"sum_experts_{TYPES[dtype]}", _SUM, ("y", "scores"), ("out",))
+
+
+def route(
+    form: Form, logits: mx.array, shared: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """The experts that each token uses, and their scores.
+
+    Args:
+        logits: shape (T, E).
+        shared: the logit of the shared expert, shape (T, 1).
+
+    Returns:
+        Experts (T, K), uint32, the best one last; scores (T, K), with a shared expert
+        (T, K + 1).
+    """
+    tokens, used = logits.shape[0], form.used
+    arrays = [logits] if shared is None else [logits, shared]
+    chosen, scores = _routing(logits.dtype, form.shared)(
+        inputs=arrays,
+        template=[
+            ("T", logits.dtype),
+            ("E", form.experts),
+            ("K", used),
+            ("NORMED", form.normed),
+            ("SHARED", int(form.shared)),
+        ],
+        grid=(32 * tokens, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(tokens, used), (tokens, used + form.shared)],
+        output_dtypes=[mx.uint32, logits.dtype],
+    )
+    return chosen, scores
+
+
+def weighted_sum(form: Form, y: mx.array, scores: mx.array) -> mx.array:
+    """The sum of a token's experts: y (T, K, 1, D) times scores (T, K), shape (T, D).
+
+    With a shared expert, which is the last, K is one more.
+    """
+    tokens, size = y.shape[0], y.shape[-1]
+    (out,) = _summing(y.dtype)(
+        inputs=[y, scores],
+        template=[("T", y.dtype), ("K", form.used), ("SHARED", int(form.shared))],
+        grid=(-(-size // THREADS) * THREADS, tokens, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(tokens, size)],
+        output_dtypes=[y.dtype],
+    )
+    total: mx.array = out
+    return total
+
+
+class _FewLaunches:
+    """A block of experts that our kernels compute."""
+
+    siblings = (("gate", "shared_expert_gate"),)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        block: Any = self
+        form = form_of(block)
+        if (
+            form is None
+            or block.training
+            or not x.size
+            or x.dtype != form.product.dtype
+            or not _proven.get(form, False)
+        ):
+            usual: Any = super()
+            computed: mx.array = usual.__call__(x)
+            return computed
+        flat = x.reshape(-1, x.shape[-1])
+        logits = block.gate(flat)
+        shared = block.shared_expert_gate(flat) if form.shared else None
+        step = packed_matmul.MOST_PAIRS // form.used
+        parts = [
+            _computed(
+                block,
+                form,
+                flat[begin : begin + step],
+                logits[begin : begin + step],
+                None if shared is None else shared[begin : begin + step],
+            )
+            for begin in range(0, flat.shape[0], step)
+        ]
+        whole = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return whole.reshape(x.shape)
+
+
+def _computed(
+    block: Any, form: Form, x: mx.array, logits: mx.array, shared: mx.array | None
+) -> mx.array:
+    chosen, scores = route(form, logits, shared)
+    experts, own = block.switch_mlp, block.get("shared_expert") if form.shared else None
+    kind: Any = {"bits": form.product.bits, "group_size": form.product.group_size}
+
+    def of(name: str) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        return _packed(experts[name]), () if own is None else _packed(own[name])
+
+    (gate, its_gate), (up, its_up), (down, its_down) = map(
+        of, ("gate_proj", "up_proj", "down_proj")
+    )
+    hidden = packed_matmul.expert_product(
+        x[:, None, None], gate, chosen, up=up, shared=(*its_gate, *its_up), **kind
+    )
+    y = packed_matmul.expert_product(hidden, down, chosen, shared=its_down, **kind)
+    return weighted_sum(form, y, scores)
+
+
+def _packed(layer: Any) -> tuple[mx.array, ...]:
+    return layer["weight"], layer["scales"], layer["biases"]
+
+
+class FewLaunchesQwen3Moe(_FewLaunches, Qwen3MoeSparseMoeBlock):
+    """Experts without a shared one."""
+
+
+class FewLaunchesQwen3Next(_FewLaunches, Qwen3NextSparseMoeBlock):
+    """Experts with a shared one."""
+
+
+KINDS: dict[type, type] = {
+    Qwen3MoeSparseMoeBlock: FewLaunchesQwen3Moe,
+    Qwen3NextSparseMoeBlock: FewLaunchesQwen3Next,
+}
+
+
+def form_of(block: Any) -> Form | None:
+    """The form of a block of experts; ``None``: the kernels do not support it."""
+    experts = block.switch_mlp
+    if not isinstance(experts, SwitchGLU) or not isinstance(experts.activation, SwiGLU):
+        return None
+    if block.sharding_group is not None:
+        return None
+    names = ("gate_proj", "up_proj", "down_proj")
+    layers = [experts[name] for name in names]
+    kinds = [_kind(layer) for layer in layers]
+    shared = "shared_expert" in block
+    if shared:
+        kinds += [_kind(block.shared_expert[name]) for name in names]
+    first, second, third, *others = kinds
+    if first is None or third is None or second != first:
+        return None
+    if [*others] not in ([], [first, first, third]):
+        return None
+    form, after = (kind.form._replace(experts=True) for kind in (first, third))
+    if form != after._replace(eights=form.eights) or block.num_experts > MOST_EXPERTS:
+        return None
+    if not 0 < block.top_k <= 32:
+        return None
+    normed = bool(block.norm_topk_prob)
+    return Form(form, after, block.num_experts, block.top_k, normed, shared)
+
+
+def _kind(layer: Any) -> Kind | None:
+    """The kind of a packed layer without a bias, whether of an expert or of all."""
+    if "bias" in layer or not hasattr(layer, "bits"):
+        return None
+    kind = Kind.of(layer)
+    return None if kind is None else kind._replace(experts=False)
+
+
+_proven: dict[Form, bool] = {}
+
+
+def take_few_launches(model: nn.Module) -> None:
+    """Let the kernels compute the model's blocks of experts, in place.
+
+    This tries the kernels for the blocks that the model has.
+    """
+    change_kinds(
+        model,
+        KINDS,
+        lambda block: (form := form_of(block)) is not None and proven(form),
+    )
+
+
+def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
+    """The proofs that :func:`take_few_launches` asks for."""
+    forms = dict.fromkeys(map(form_of, _blocks(model)))
+    return [partial(proven, form) for form in forms if form is not None]
+
+
+def _blocks(model: nn.Module) -> Iterator[Any]:
+    modules: list[tuple[str, Any]] = model.named_modules()
+    return (module for _, module in modules if type(module) in KINDS)
+
+
+def proven(form: Form) -> bool:
+    """Whether the kernels run on this device, and compute what they should.
+
+    The first call tries them, and must not be within a function that is traced.
+    """
+    if form not in _proven:
+        _proven[form] = holds(f"experts {form}", partial(_agrees, form))
+    return _proven[form]
+
+
+def _agrees(form: Form) -> bool:
+    """Whether the kernels compute what MLX's operations do, of few pairs and many."""
+
+    def drawn(*shape: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(sum(shape)))
+
+    dtype, tokens, used = form.product.dtype, 40, form.used
+    logits, its_logit = drawn(tokens, form.experts), drawn(tokens, 1)
+    logits, its_logit = logits.astype(dtype), its_logit.astype(dtype)
+    chosen, scores = route(form, logits, its_logit if form.shared else None)
+    with mx.stream(mx.cpu):
+        gates = mx.softmax(logits.astype(mx.float32), axis=-1)
+        best = mx.sort(gates, axis=-1)[:, -used:]
+        found = mx.take_along_axis(gates, chosen, axis=-1)
+        if not _close(found, best):
+            return False
+        if form.normed:
+            best = best / best.sum(axis=-1, keepdims=True)
+        if form.shared:
+            its = mx.sigmoid(its_logit.astype(mx.float32))
+            best = mx.concatenate([best, its], axis=-1)
+        if not _close(scores, best):
+            return False
+    # The products depend on the number of experts only by their grid.
+    experts, columns = 3, 72
+    chosen, every = chosen % experts, chosen % experts
+    if form.shared:
+        its = mx.full((tokens, 1), experts, every.dtype)
+        every = mx.concatenate([every, its], axis=-1)
+    for part in (form.product, form.after):
+        length = part.group_size * (24 if part.eights else 25)
+        x = drawn(tokens, 1, 1, length).astype(dtype)
+        packed, wide = [], []
+        for i in range(2 if part is form.product else 1):
+            dense = drawn(experts + 1, columns + i, length)[:, :columns].astype(dtype)
+            packed.append(mx.quantize(dense, part.group_size, part.bits))
+            numbers, *others = packed[-1]
+            others = [a.astype(mx.float32) for a in others]
+            matrices = mx.dequantize(numbers, *others, part.group_size, part.bits)
+            wide.append(x.astype(mx.float32) @ matrices[every].swapaxes(-1, -2))
+        exact = wide[0]
+        if len(wide) > 1:
+            exact = exact * mx.sigmoid(exact) * wide[1]
+        own = [[a[:-1] for a in each] for each in packed]
+        its_own = [a[-1] for each in packed for a in each] if form.shared else []
+        for many in (False, True):
+            found = packed_matmul.expert_product(
+                x if len(own) > 1 else mx.broadcast_to(x, (*every.shape, 1, length)),
+                own[0],
+                chosen,
+                bits=part.bits,
+                group_size=part.group_size,
+                up=own[1] if len(own) > 1 else (),
+                shared=its_own,
+                wide=many,
+            )
+            if not _close(found, exact):
+                return False
+    exact = (found.astype(mx.float32) * scores[..., None, None]).sum(axis=1)
+    return _close(weighted_sum(form, found, scores), exact.squeeze(1))
+
+
+def _close(found: mx.array, exact: mx.array) -> bool:
+    # Compared this way round, NaN is no agreement.
+    off = mx.abs(found.astype(mx.float32) - exact).max()
+    return bool((off <= 0.02 * mx.abs(exact).max()).item())
