@@ -381,9 +381,10 @@ def _agrees(form: Form) -> bool:
         for i in range(2 if part is form.product else 1):
             dense = drawn(experts + 1, columns + i, length)[:, :columns].astype(dtype)
             packed.append(mx.quantize(dense, part.group_size, part.bits))
-            numbers, *others = packed[-1]
-            others = [a.astype(mx.float32) for a in others]
-            matrices = mx.dequantize(numbers, *others, part.group_size, part.bits)
+            scales, biases = (a.astype(mx.float32) for a in packed[-1][1:])
+            matrices = mx.dequantize(
+                packed[-1][0], scales, biases, part.group_size, part.bits
+            )
             wide.append(x.astype(mx.float32) @ matrices[every].swapaxes(-1, -2))
         exact = wide[0]
         if len(wide) > 1:

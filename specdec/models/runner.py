@@ -224,8 +224,8 @@ class ModelRunner:
             ),
             single_stays=single_stays,
         )
-        step = self.step(len(prompts))
-        most = self._bound(max(max_length, self._padded(longest, step, whole)))
+        padded = self._padded(longest, whole, len(prompts))
+        most = self._bound(max(max_length, padded))
         rows = ModelRows(self, prompts, options, max_round, most, seen)
         if reuses and self.prefixes is not None:
             known_as = self._known_as(seen.named(prompts, self.vocab_size), last)
@@ -245,7 +245,12 @@ class ModelRunner:
             for prompt, end in zip(prompts, ends, strict=True)
         ]
 
-    def step(self, num_rows: int) -> int:
+    def chunk(self, remaining: int, num_rows: int = 1) -> int:
+        """The width of the next prefill chunk, with ``remaining`` tokens of a row."""
+        bucket = self.options.read_bucket
+        return chunk_width(remaining, self._step(num_rows), bucket)
+
+    def _step(self, num_rows: int) -> int:
         """The most tokens of each of ``num_rows`` rows in a prefill chunk."""
         most = self.backend.most_chunk_tokens
         if most is None:
@@ -262,8 +267,9 @@ class ModelRunner:
         """
         return round_up(length, self.options.read_bucket)
 
-    def _padded(self, length: int, step: int, longest_image: int = 0) -> int:
+    def _padded(self, length: int, longest_image: int = 0, num_rows: int = 1) -> int:
         """Slots that prefill writes for a row of ``length`` tokens."""
+        step = self._step(num_rows)
         # A chunk can begin after any prefix, and end before an image.
         if self.prefixes is not None or longest_image:
             return length + max(step, longest_image)
@@ -322,8 +328,6 @@ class ModelRows:
         options = replace(options, max_length=max_length)
         self._prompts = prompts
         self._memo = Memo()
-        # States of layers that the device may still be computing in a prefill chunk.
-        self._computing: deque[Any] = deque()
         self._caches = make_batch_caches(
             runner.model, len(prompts), options, runner.name, self._memo
         )
@@ -409,14 +413,14 @@ class ModelRows:
             model = scores.watching(model)
         lengths = [len(p) for p in self._prompts]
         done = list(self.reused)
+        computing: deque[Any] = deque()
         while done != lengths:
             rest = [n - d for n, d in zip(lengths, done, strict=True)]
-            bucket = self.runner.options.read_bucket
-            width = chunk_width(max(rest), self.runner.step(len(rest)), bucket)
+            width = self.runner.chunk(max(rest), len(rest))
             valid = [min(n, width) for n in self._before_stops(rest, done)]
             valid = self._images.whole(done, valid)
             if max(valid) > width:
-                width = round_up(max(valid), bucket)
+                width = round_up(max(valid), self.runner.options.read_bucket)
             chunk = [
                 [*prompt[first : first + n], *([0] * (width - n))]
                 for prompt, first, n in zip(self._prompts, done, valid, strict=True)
@@ -433,7 +437,7 @@ class ModelRows:
                 scores.take(done, valid)
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
-            self._evaluate_by_layers(len(rest) * width)
+            self._evaluate_by_layers(computing, len(rest) * width)
             self.written, self.done = valid, done
             if self.beside is None:
                 self._record(before, done, width)
@@ -441,7 +445,7 @@ class ModelRows:
             if self.beside is not None:  # the head has read the chunk by now
                 self._record(before, done, width)
         # What is held could not be written in place.
-        self._computing.clear()
+        computing.clear()
         self.note_lengths(max(lengths), min(lengths))
         # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
@@ -500,11 +504,15 @@ class ModelRows:
         """Start computing what was written, without waiting for it."""
         mx.async_eval([c.state for c in self._caches])
 
-    def _evaluate_by_layers(self, num_tokens: int) -> None:
+    def _evaluate_by_layers(self, computing: deque[Any], num_tokens: int) -> None:
         """Start computing a prefill chunk; wait until all but a few layers are done.
 
         MLX runs up to a thousand operations ahead of the device, and holds all that
         these compute: unpacked weights and hidden states of many layers.
+
+        Args:
+            computing: states of layers that the device may still be computing.
+            num_tokens: tokens of the chunk, padding included.
         """
         if not self.runner.backend.prefills_by_layers:
             self.evaluate()
@@ -513,9 +521,9 @@ class ModelRows:
         for cache in self._caches:
             state = cache.state
             mx.async_eval(state)
-            self._computing.append(state)
-            while len(self._computing) > ahead:
-                mx.eval(self._computing.popleft())
+            computing.append(state)
+            while len(computing) > ahead:
+                mx.eval(computing.popleft())
 
     def _restore(self, without: Collection[int]) -> Iterator[None]:
         """Begin with a prefix from the store; yield while it is read."""
