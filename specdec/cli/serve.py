@@ -274,6 +274,7 @@ def _serve_models(
 ) -> None:
     """Serve several models, each with a process that starts at its first request."""
     from .. import backend
+    from ..models.model_outline import context_of
     from ..server.models import Models, Offer, make_models
     from ..server.running import run, url_of
     from .replica import command, environments
@@ -290,7 +291,10 @@ def _serve_models(
 
     limits = [each["config"].memory_limit for each in offers.values()]
     total = limit or backend.memory_size() or sum(filter(None, limits))
-    each = [Offer(n, own or total) for n, own in zip(names, limits, strict=True)]
+    each = [
+        Offer(name, own or total, context_of(offer["target"], offer.get("revision")))
+        for (name, offer), own in zip(offers.items(), limits, strict=True)
+    ]
     if (largest := max(each, key=lambda offer: offer.nbytes)).nbytes > total:
         raise ConfigError(
             f"{largest.name} may use {largest.nbytes} bytes, and all models together "

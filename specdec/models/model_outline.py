@@ -26,7 +26,7 @@ from mlx_lm.utils import (
 )
 
 from ..backend import defaults
-from ..errors import ModelError, ModelNotFoundError
+from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks
 from .adapters import adapt
@@ -48,7 +48,7 @@ from .gguf.header import read_header
 from .gguf.tokenizer import build_tokenizer
 from .gguf.weights import WeightFormat, build_model
 from .layer_skip import SkippingModel
-from .loaded import LoadedModel, setting
+from .loaded import LoadedModel, context_length, setting
 from .loading import (
     QUANTIZATION_KEYS,
     check_no_adapter,
@@ -132,6 +132,26 @@ def outline(
                 conversions.casting(before, weights_of(model), wanted)
     _fit(model, conversions)
     return ModelOutline(model, config, name, conversions.peak(model), path)
+
+
+def context_of(
+    source: str | os.PathLike[str], revision: str | None = None
+) -> int | None:
+    """A model's context in tokens, from its configuration alone.
+
+    ``None``: the model is not on this machine, cannot be read, or does not say.
+    """
+    located = locate_target(os.fspath(source))
+    path = Path(os.path.expanduser(located))
+    try:
+        if is_gguf(located):
+            return context_length(build_config(read_header(path)))
+        path = _folder(located, path, revision)
+        return context_length(
+            read_config(path if path.is_file() else path / "config.json")
+        )
+    except (SpecdecError, OSError):
+        return None
 
 
 def outline_draft(

@@ -28,13 +28,13 @@ from .rendering import Rendering
 from .schema import Notes
 from .service import Service
 from .web import (
-    HANDLERS,
-    Bodies,
     Sent,
+    application,
     check_elements,
     client_of,
+    described,
     error_response,
-    middleware,
+    listed,
     parsed_soon,
     until_gone,
 )
@@ -70,8 +70,8 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
             app.state.service = Service(decoder, engine, config)
             yield
 
-    app = Starlette(
-        routes=[
+    return application(
+        [
             Route("/", _page),
             Route("/health", _health),
             Route("/metrics", _metrics),
@@ -83,12 +83,9 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
             _endpoint("/v1/messages", messages.parse),
             Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
         ],
-        middleware=middleware(config),
-        exception_handlers=HANDLERS,
-        lifespan=lifespan,
+        config,
+        lifespan,
     )
-    app.state.bodies = Bodies(config.max_body_bytes)
-    return app
 
 
 # -- endpoints that answer at once ---------------------------------------------------
@@ -125,32 +122,17 @@ async def _metrics(request: Request) -> Response:
 
 def _described(service: Service, name: str) -> dict[str, Any]:
     decoder = service.decoder
-    return {
-        "id": name,
-        "object": "model",
-        "type": "model",
-        "created": service.created,
-        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(service.created)),
-        "display_name": name,
-        "owned_by": "specdec",
-        "max_model_len": decoder.bounds.context_length,
-        "draft": decoder.draft_name,
-    }
+    return described(
+        name,
+        service.created,
+        max_model_len=decoder.bounds.context_length,
+        draft=decoder.draft_name,
+    )
 
 
 async def _models(request: Request) -> Response:
     service = _service(request)
-    data = [_described(service, name) for name in service.names]
-    first, last = data[0]["id"], data[-1]["id"]
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": data,
-            "has_more": False,
-            "first_id": first,
-            "last_id": last,
-        }
-    )
+    return listed([_described(service, name) for name in service.names])
 
 
 async def _model(request: Request) -> Response:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -61,6 +62,7 @@ class Connection(H11Protocol):
     """
 
     most = _MOST  # connections at once
+    most_body = 0  # bytes of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,8 +77,18 @@ class Connection(H11Protocol):
         except Exception as error:  # of the parser, in the midst of an answer
             log.error("a connection failed: %s", reason_of(error))
             self.transport.abort()
+        self._check_chunk()
         if before is h11.IDLE and self.conn.their_state is not h11.IDLE:
             self.since = time.monotonic()
+
+    def _check_chunk(self) -> None:
+        """Refuse a body of which a part is announced that is too large."""
+        announced = getattr(self.conn._reader, "_bytes_in_chunk", 0)
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            try:
+                check_size(announced, self.most_body)
+            except RequestError as error:
+                self._refuse(error)
 
     def on_response_complete(self) -> None:
         self.since = time.monotonic()
@@ -104,18 +116,31 @@ class Connection(H11Protocol):
             self.connections.discard(oldest)
             oldest.transport.abort()
         else:
-            busy = RequestError.later("busy", "the server has too many connections")
-            self.transport.write(_response(busy))
-            self.transport.close()
+            text = "the server has too many connections"
+            self._refuse(RequestError.later("busy", text))
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer an error, whatever the application does, and close the connection."""
+        from .web import error_response
+
+        path = self.scope["path"] if self.scope else "/"  # type: ignore[redundant-expr]
+        response = error_response(error, path)
+        head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+        pairs = [(b"connection", b"close"), *response.raw_headers]
+        head += [b"%s: %s" % pair for pair in pairs]
+        self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
+        self.transport.close()
 
 
-def _response(error: RequestError) -> bytes:
-    from starlette.responses import JSONResponse
+def check_size(size: int, most: int) -> None:
+    """Refuse a body of more than ``most`` bytes.
 
-    response = JSONResponse(error.openai(), error.status, error.headers)
-    head = [b"HTTP/1.1 %d Service Unavailable" % error.status, b"Connection: close"]
-    head += [b"%s: %s" % pair for pair in response.raw_headers]
-    return b"\r\n".join([*head, b"", bytes(response.body)])
+    Raises:
+        RequestError: it has more.
+    """
+    if size > most:
+        text = f"the body has more than {most} bytes: shorten it"
+        raise RequestError(text, status=413, code="request_too_large")
 
 
 def close_late(connections: Iterable[Any]) -> None:

@@ -24,7 +24,7 @@ from .errors import RequestError
 from .replicas import Replica, Replicas, Start
 from .router import Router, app_of
 from .routing import Question
-from .web import PATHS
+from .web import PATHS, described, listed
 
 log = logging.getLogger("specdec.server")
 
@@ -39,10 +39,12 @@ class Offer:
     Args:
         name: by which requests ask for it.
         nbytes: the memory that its process may use.
+        context: the tokens of its context; ``None``: not known before it is loaded.
     """
 
     name: str
     nbytes: int
+    context: int | None = None
 
 
 class Models(Replicas):
@@ -184,18 +186,12 @@ class ModelsRouter(Router):
 
     def described(self, offer: Offer) -> dict[str, Any]:
         """A model, as ``/v1/models`` lists it."""
-        made = time.gmtime(self.created)
-        replica = self.replicas.named(offer.name)
-        return {
-            "id": offer.name,
-            "object": "model",
-            "type": "model",
-            "created": self.created,
-            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", made),
-            "display_name": offer.name,
-            "owned_by": "specdec",
-            "loaded": replica.client is not None,
-        }
+        return described(
+            offer.name,
+            self.created,
+            max_model_len=offer.context,
+            loaded=self.replicas.named(offer.name).client is not None,
+        )
 
 
 def make_models(models: Models, config: ServerConfig) -> Starlette:
@@ -211,10 +207,7 @@ def _router(request: Request) -> ModelsRouter:
 
 async def _list(request: Request) -> Response:
     router = _router(request)
-    data = [router.described(offer) for offer in router.replicas.offers]
-    first, last = data[0]["id"], data[-1]["id"]
-    more = {"has_more": False, "first_id": first, "last_id": last}
-    return JSONResponse({"object": "list", "data": data, **more})
+    return listed([router.described(offer) for offer in router.replicas.offers])
 
 
 async def _one(request: Request) -> Response:

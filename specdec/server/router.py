@@ -33,14 +33,12 @@ from .routing import Question, blocks_of, choose
 from .web import (
     CLIENT_HEADER,
     ENDS_HEADER,
-    HANDLERS,
-    Bodies,
     Headers,
     Sent,
+    application,
     check_elements,
     client_of,
     error_response,
-    middleware,
     parsed_soon,
     until_gone,
 )
@@ -83,16 +81,15 @@ def app_of(
         async with router.replicas:
             yield
 
-    app = Starlette(
-        routes=[
+    app = application(
+        [
             Route("/health", _health),
             Route("/metrics", _metrics),
             *routes,
             *(Route(path, _forward, methods=["GET", "POST"]) for path in paths),
         ],
-        middleware=middleware(router.config),
-        exception_handlers=HANDLERS,
-        lifespan=lifespan,
+        router.config,
+        lifespan,
     )
     app.state.service = router
     return app
@@ -110,7 +107,6 @@ class Router:
         self.replicas = replicas
         self.config = config
         self.created = int(time.time())
-        self.bodies = Bodies(config.max_body_bytes)
         self.again = 0
         self.lost = 0
         self._draining = False
@@ -199,7 +195,7 @@ async def _forward(request: Request) -> Response:
     router, body = _router(request), b""
     if request.method == "POST":
         try:
-            body = await router.bodies.read(request)
+            body = await request.app.state.bodies.read(request)
         except ClientDisconnect:
             return Response(status_code=499)
     question = await parsed_soon(body, _question)

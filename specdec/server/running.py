@@ -86,7 +86,8 @@ def run(
     A second signal ends the process at once.
 
     Args:
-        app: its ``state.service`` is a :class:`Serving` while its lifespan runs.
+        app: made by :func:`~specdec.server.web.application`; its ``state.service`` is a
+            :class:`Serving` while its lifespan runs.
         stop_timeout: seconds that running answers have to end.
         started: called once requests are answered.
         stopping: called when the server stops, with the number of running answers.
@@ -98,11 +99,11 @@ def run(
     # asyncio warns of every write to a client that has left, which is expected here.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     limit_log()
-    most = max_connections(descriptors)
+    limits = {"most": max_connections(descriptors), "most_body": app.state.bodies.most}
     web = _Web(
         uvicorn.Config(
             app,
-            http=type("Connection", (Connection,), {"most": most}),
+            http=type("Connection", (Connection,), limits),
             backlog=BACKLOG,
             log_config=None,
             access_log=False,

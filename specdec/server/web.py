@@ -7,22 +7,27 @@ import hmac
 import ipaddress
 import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import reason_of
 from .config import ServerConfig
 from .errors import RequestError
-from .guard import BODY_SECONDS
+from .guard import BODY_SECONDS, check_size
 
 #: Bodies up to this size are parsed in the event loop.
 _SMALL = 1 << 18
@@ -43,6 +48,10 @@ Headers = list[tuple[bytes, bytes]]
 ENDS_HEADER = b"x-specdec-ends"
 #: With this header the router names the client.
 CLIENT_HEADER = b"x-specdec-client"
+#: The scheme and the host of an absolute target.
+_ABSOLUTE = re.compile(
+    rb"https?://(?P<host>(?:\[[\da-f:.]+\]|[\w.-]+)(?::\d*)?)(?=/|$)", re.IGNORECASE
+)
 _OPEN = frozenset(("/", "/health"))  # no key is needed
 #: Paths that clients add to their base URL.
 PATHS = (
@@ -51,8 +60,15 @@ PATHS = (
 )  # fmt: skip
 
 
-def middleware(config: ServerConfig) -> list[Middleware]:
-    """The middleware that runs before every endpoint."""
+def application(
+    routes: Sequence[Route],
+    config: ServerConfig,
+    lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]] | None = None,
+) -> Starlette:
+    """A web application with what runs before, and instead of, every endpoint.
+
+    Its ``state.bodies`` reads the bodies of requests.
+    """
     layers = [Middleware(_Guard, config=config)]
     if config.cors:
         cors = Middleware(
@@ -63,7 +79,34 @@ def middleware(config: ServerConfig) -> list[Middleware]:
             expose_headers=["x-request-id", "retry-after"],
         )
         layers.insert(0, cors)
-    return layers
+    app = Starlette(
+        routes=routes,
+        middleware=layers,
+        exception_handlers={RequestError: _refused, HTTPException: _not_there},
+        lifespan=lifespan,
+    )
+    app.state.bodies = Bodies(config.max_body_bytes)
+    return app
+
+
+def described(name: str, created: int, **more: Any) -> dict[str, Any]:
+    """A model, as ``/v1/models`` lists it."""
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "created": created,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
+        "display_name": name,
+        "owned_by": "specdec",
+        **more,
+    }
+
+
+def listed(data: Sequence[Mapping[str, Any]]) -> Response:
+    """The list of models."""
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
 
 class _Guard:
@@ -83,6 +126,7 @@ class _Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _with_path(scope)
         name = f"req_{uuid.uuid4().hex}".encode()
         answering = False
 
@@ -125,6 +169,21 @@ class _Guard:
                 failure = RequestError(text, status=500, code="internal_error")
         response = error_response(failure, scope["path"])
         await response(scope, receive, named)
+
+
+def _with_path(scope: Scope) -> Scope:
+    """A scope whose target is a path; the host of an absolute one counts (RFC 9112)."""
+    absolute = _ABSOLUTE.match(scope["raw_path"])
+    if absolute is None:
+        return scope
+    headers = [pair for pair in scope["headers"] if pair[0] != b"host"]
+    raw_path = scope["raw_path"][absolute.end() :] or b"/"
+    return {
+        **scope,
+        "raw_path": raw_path,
+        "path": unquote(raw_path.decode("latin-1")),
+        "headers": [*headers, (b"host", absolute["host"])],
+    }
 
 
 def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
@@ -220,7 +279,7 @@ class Bodies:
     """
 
     def __init__(self, most: int):
-        self._most = most
+        self.most = most
         self._left = _AT_A_TIME * most
 
     async def read(self, request: Request) -> bytes:
@@ -240,12 +299,12 @@ class Bodies:
             )
         length = request.headers.get("content-length", "")
         if re.fullmatch("[0-9]+", length):  # 19 digits are more than any limit
-            self._check(int(length.lstrip("0")[:19] or 0))
+            check_size(int(length.lstrip("0")[:19] or 0), self.most)
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
-                    self._check(len(data) + len(chunk))
+                    check_size(len(data) + len(chunk), self.most)
                     if self._left < len(chunk):
                         raise RequestError.later("busy", "too much is being sent to it")
                     self._left -= len(chunk)
@@ -255,14 +314,6 @@ class Bodies:
         finally:
             self._left += len(data)
         return bytes(data)
-
-    def _check(self, size: int) -> None:
-        if size > self._most:
-            raise RequestError(
-                f"the body has more than {self._most} bytes: shorten it",
-                status=413,
-                code="request_too_large",
-            )
 
 
 def check_elements(data: bytes, context: int | None) -> None:
@@ -330,10 +381,6 @@ async def gone(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-#: How errors that an endpoint raises are answered.
-HANDLERS: Mapping[Any, Any] = {RequestError: _refused, HTTPException: _not_there}
 
 
 async def until_gone(

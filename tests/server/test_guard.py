@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -39,11 +38,10 @@ def guarded(
     async def drain() -> None:
         pass
 
-    app = Starlette(
-        routes=[Route(f"/{each.__name__}", each) for each in endpoints],
-        middleware=web.middleware(ServerConfig()),
-        exception_handlers=web.HANDLERS,
-    )
+    routes = [
+        Route(f"/{each.__name__}", each, methods=["GET", "POST"]) for each in endpoints
+    ]
+    app = web.application(routes, ServerConfig(max_body_bytes=1000))
     service = SimpleNamespace(healthy=True, failure=None, pending=0, drain=drain)
     app.state.service = service
     started = threading.Event()
@@ -53,14 +51,31 @@ def guarded(
         thread = threading.Thread(target=running.run, args=arguments)
         thread.start()
         assert started.wait(60)
-        yield running.url_of(port), port.getsockname()[1]
-        service.failure = ServerError("the end")
-        thread.join(60)
+        try:
+            yield running.url_of(port), port.getsockname()[1]
+        finally:
+            service.failure = ServerError("the end")
+            thread.join(60)
     assert not thread.is_alive()
 
 
 async def ok(request: Request) -> Response:
     return PlainTextResponse("ok")
+
+
+async def bodies(request: Request) -> Response:
+    return PlainTextResponse(str(len(await web.Bodies(1000).read(request))))
+
+
+def exchanged(port: int, data: bytes) -> tuple[bytes, bytes]:
+    """The status line and the body that bytes are answered with, up to the end."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as made:
+        made.sendall(data)
+        answer = b""
+        while part := made.recv(1 << 16):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], body
 
 
 def ended(connection: socket.socket) -> bool:
@@ -154,15 +169,9 @@ def test_what_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         raise KeyError("what nobody\nexpected")
 
     def asked(port: int, line: bytes) -> tuple[bytes, Any]:
-        with socket.create_connection(("127.0.0.1", port)) as made:
-            made.sendall(
-                line + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-            )
-            data = b""
-            while part := made.recv(1 << 16):
-                data += part
-        head, _, body = data.partition(b"\r\n\r\n")
-        return head.split(b"\r\n")[0], json.loads(body)
+        headers = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        first, body = exchanged(port, line + headers)
+        return first, json.loads(body)
 
     with caplog.at_level(logging.WARNING), guarded(ok, broken) as (_, port):
         for line, status in (
@@ -184,6 +193,43 @@ def test_what_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert 2 <= len(texts) <= 2 * guard._LINES, texts
     assert all(text.isprintable() for text in texts)
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_target_may_name_the_host() -> None:
+    """RFC 9112, 3.2.2: a server accepts absolute targets, whose host then counts."""
+    with guarded(ok, bodies) as (_, port):
+        for target, host, status in (
+            (b"http://localhost/ok", b"localhost", b"200"),
+            (b"HTTP://127.0.0.1:80/ok?x=/y", b"a.example", b"200"),
+            (b"https://[::1]/o%6b", b"localhost", b"200"),
+            (b"http://localhost", b"localhost", b"404"),
+            (b"http://localhost?x", b"localhost", b"404"),
+            (b"http://evil.example/ok", b"localhost", b"403"),
+            (b"ftp://localhost/ok", b"localhost", b"404"),
+        ):
+            lines = b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n"
+            first, body = exchanged(port, lines % (target, host))
+            assert status in first, (target, first, body)
+
+
+@pytest.mark.parametrize("size", [b"3ee", b"80000000", b"f" * 16, b"f" * 20, b"f" * 21])
+def test_a_chunk_that_is_too_large_is_not_awaited(size: bytes) -> None:
+    """A body that cannot be taken holds its connection until its time is over."""
+    head = (
+        b"POST /bodies HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with guarded(bodies) as (_, port):
+        for before in (b"", b"5\r\n[1,2]\r\n"):
+            for after in (b"", b"[1,2"):
+                first, body = exchanged(port, head + before + size + b"\r\n" + after)
+                if len(size) <= 20:
+                    assert first == b"HTTP/1.1 413 Request Entity Too Large"
+                    assert json.loads(body)["error"]["code"] == "request_too_large"
+                else:  # no size at all
+                    assert first == b"HTTP/1.1 400 Bad Request"
+        whole = b"3e8\r\n" + b"1" * 1000 + b"\r\n0\r\n\r\n"
+        assert exchanged(port, head + whole) == (b"HTTP/1.1 200 OK", b"1000")
 
 
 def test_connections_fit_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,8 @@ def test_files_that_cannot_be(text: str | None, message: str, tmp_path: Path) ->
 def test_serve_models(tmp_path: Path) -> None:
     """Two models by their names, with the texts that each generates alone."""
     for name, layers in (("one", 1), ("two", 2)):
-        write_folder(tmp_path / name, "llama", num_hidden_layers=layers)
+        write_folder(tmp_path / name, "llama", num_hidden_layers=layers,
+                     max_position_embeddings=256 * layers)  # fmt: skip
     file = tmp_path / "models.toml"
     file.write_text(
         "".join(
@@ -262,6 +263,10 @@ def test_serve_models(tmp_path: Path) -> None:
                       "--memory-limit", "2GB")  # fmt: skip
     try:
         url = line_of(process.stderr, r"http://\S+")
+        # Clients plan their prompts by it before they ask anything.
+        data = httpx.get(f"{url}/v1/models").json()["data"]
+        contexts = {each["id"]: each["max_model_len"] for each in data}
+        assert contexts == {"one": 256, "two": 512}
         for name in ("one", "two", "one"):
             decoder = SpecDecoder.from_pretrained(tmp_path / name)
             (expected,) = decoder.generate(
