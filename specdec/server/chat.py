@@ -15,6 +15,7 @@ from .conversation import (
     Part,
     ToolPart,
     arguments_of,
+    choice_of,
     content_of,
     logprobs_of,
     text_of,
@@ -22,9 +23,9 @@ from .conversation import (
     variables,
 )
 from .errors import RequestError
-from .job import Begun, Call, Client, Event, Message, Outcome, Piece, Tokens, Tools
+from .job import Begun, Call, Client, Event, Job, Message, Outcome, Piece, Tokens, Tools
 from .rendering import CompletionRendering
-from .sampling import OpenAISampling, chat_job, grammar_of, stops
+from .sampling import OpenAISampling, chat_job, stops
 from .schema import Notes, Refused, read
 from .service import Service
 
@@ -64,7 +65,7 @@ class _Message(Part):
 class ChatRequest(OpenAISampling):
     """A request's body."""
 
-    accepted = OpenAISampling.accepted | {"verbosity", "prediction"}
+    noted: ClassVar[Mapping[str, str]] = {"verbosity": "", "prediction": ""}
     refused: ClassVar[Mapping[str, Refused]] = {
         **OpenAISampling.refused,
         "modalities": Refused(_NO_MEDIA, (["text"],)),
@@ -106,62 +107,6 @@ NAMES = {
 }
 
 
-def parse(
-    body: Any,
-    service: Service,
-    notes: Notes | None = None,
-    client: Client = Client(),  # noqa: B008 - it is frozen
-) -> ChatRendering:
-    """Parse a request's body.
-
-    Raises:
-        RequestError: it cannot be served.
-    """
-    notes = notes or service.notes()
-    request = read(ChatRequest, body, notes)
-    model = service.check_model(request.model)
-    if request.top_logprobs and not request.logprobs:
-        raise RequestError("top_logprobs needs logprobs: add it", field="top_logprobs")
-    usage = request.usage()
-    most = request.max_completion_tokens
-    if most is not None and request.max_tokens not in (None, most):
-        raise RequestError.invalid(
-            "max_tokens",
-            "max_tokens and max_completion_tokens are the same: leave max_tokens out",
-        )
-    for name in ("verbosity", "prediction"):
-        if body.get(name) is not None:
-            notes.add(f"{name} changes nothing here")
-    names = NAMES if most is not None else {**NAMES, "max_tokens": "max_tokens"}
-    tools = _tools(request, service, notes)
-    messages = messages_of(request.messages, notes)
-    continued = request.continue_final_message
-    if continued and (not messages or messages[-1]["role"] != "assistant"):
-        raise RequestError(
-            "continue_final_message needs a last message of the assistant",
-            field="continue_final_message",
-        )
-    kwargs = request.chat_template_kwargs
-    job = chat_job(
-        request,
-        service,
-        notes,
-        names,
-        messages=messages,
-        tools=tools,
-        form=grammar_of(request, request.response_format, "response_format", notes),
-        variables=variables(service, kwargs, request.reasoning_effort),
-        continued=continued,
-        client=client,
-        max_tokens=request.max_tokens if most is None else most,
-        stop=stops(request.stop),
-        n=request.n,
-        logprobs=request.logprobs,
-        top_logprobs=request.top_logprobs,
-    )
-    return ChatRendering(service, job, model, request, notes, usage=usage)
-
-
 def _tools(request: ChatRequest, service: Service, notes: Notes) -> Tools:
     functions, others = [], {}
     for i, tool in enumerate(request.tools):
@@ -179,20 +124,7 @@ def _tools(request: ChatRequest, service: Service, notes: Notes) -> Tools:
             inner = tool.get(kind)
             name = inner.get("name") if isinstance(inner, dict) else tool.get("name")
             others[str(name or kind)] = kind
-    choice, name = request.tool_choice or "auto", None
-    if isinstance(choice, dict):
-        kind = choice.get("type", "function")
-        inner = choice.get(kind) if isinstance(kind, str) else None
-        name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
-        if kind not in ("function", "custom") or not isinstance(name, str):
-            raise RequestError.unsupported(
-                "tool_choice",
-                f"tool_choice of type {quoted(kind)} is not supported: name a function",
-            )
-        choice = "named"
-    elif choice not in ("auto", "none", "required"):
-        choice, name = "named", choice
-    return tools_of(service, functions, others, choice, name,
+    return tools_of(service, functions, others, *choice_of(request.tool_choice),
                     parallel=request.parallel_tool_calls, notes=notes)  # fmt: skip
 
 
@@ -252,8 +184,51 @@ def _message(
 class ChatRendering(CompletionRendering):
     """A chat completion, whole or in chunks."""
 
+    record = ChatRequest
     prefix = "chatcmpl"
     names = ("chat.completion", "chat.completion.chunk")
+
+    @classmethod
+    def asked(
+        cls, request: ChatRequest, service: Service, notes: Notes, client: Client
+    ) -> Job:
+        if request.top_logprobs and not request.logprobs:
+            text = "top_logprobs needs logprobs: add it"
+            raise RequestError(text, field="top_logprobs")
+        most, names = request.max_completion_tokens, NAMES
+        if most is None:
+            most, names = request.max_tokens, {**NAMES, "max_tokens": "max_tokens"}
+        elif request.max_tokens not in (None, most):
+            raise RequestError.invalid(
+                "max_tokens",
+                "max_tokens and max_completion_tokens are the same: leave max_tokens "
+                "out",
+            )
+        messages = messages_of(request.messages, notes)
+        continued = request.continue_final_message
+        if continued and (not messages or messages[-1]["role"] != "assistant"):
+            raise RequestError(
+                "continue_final_message needs a last message of the assistant",
+                field="continue_final_message",
+            )
+        kwargs = request.chat_template_kwargs
+        return chat_job(
+            request,
+            service,
+            notes,
+            names,
+            messages=messages,
+            tools=_tools(request, service, notes),
+            format_=request.response_format,
+            variables=variables(service, kwargs, request.reasoning_effort),
+            continued=continued,
+            client=client,
+            max_tokens=most,
+            stop=stops(request.stop),
+            n=request.n,
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+        )
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "refusal": None}
@@ -296,3 +271,6 @@ class ChatRendering(CompletionRendering):
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+parse = ChatRendering.parse

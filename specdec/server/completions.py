@@ -14,7 +14,7 @@ from .errors import RequestError
 from .job import Begun, Client, Event, Job, Outcome, Piece, Text
 from .rendering import CompletionRendering
 from .sampling import OpenAISampling, grammar_of, sampling, stops
-from .schema import Notes, Refused, read
+from .schema import Notes, Refused
 from .service import Service
 from .web import MOST_PROMPTS
 
@@ -55,61 +55,6 @@ NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n
          "top_logprobs": "logprobs", "grammar": "response_format"}  # fmt: skip
 
 
-def parse(
-    body: Any,
-    service: Service,
-    notes: Notes | None = None,
-    client: Client = Client(),  # noqa: B008 - it is frozen
-) -> TextRendering:
-    """Parse a request's body.
-
-    Raises:
-        RequestError: it cannot be served.
-    """
-    notes = notes or service.notes()
-    request = read(CompletionRequest, body, notes)
-    model = service.check_model(request.model)
-    usage = request.usage()
-    top, echo = request.logprobs, request.echo
-    scored = top if echo else request.prompt_logprobs
-    if scored is not None and request.stream:
-        raise RequestError.unsupported(
-            "stream",
-            "log-probabilities of a prompt do not come in chunks: leave stream out",
-        )
-    if echo and request.suffix is not None:
-        raise RequestError("echo does not go with suffix: leave it out", field="echo")
-    stop = stops(request.stop)
-    where, grammar = grammar_of(
-        request, request.response_format, "response_format", notes
-    )
-    names = {**NAMES, "grammar": where}
-    params = sampling(
-        request,
-        service,
-        notes,
-        names,
-        client=client,
-        max_tokens=request.max_tokens,
-        stop=stop,
-        logprobs=top is not None,
-        top_logprobs=top or 0,
-        prompt_logprobs=scored,
-        grammar=grammar,
-    )
-    sources = [Text(prompt, request.suffix) for prompt in _prompts(request.prompt)]
-    job = Job(
-        sources,
-        params,
-        request.n,
-        names,
-        stop=stop,
-        token_ids=request.return_token_ids,
-        hides_special=request.skip_special_tokens,
-    )
-    return TextRendering(service, job, model, request, notes, usage=usage)
-
-
 def _prompts(given: Any) -> list[str | tuple[int, ...]]:
     """The prompts of a request, one or several, each a text or token ids."""
     several = isinstance(given, list) and not all(_is_token(x) for x in given)
@@ -135,9 +80,50 @@ def _is_token(value: object) -> bool:
 class TextRendering(CompletionRendering):
     """A completion, whole or in chunks."""
 
+    record = CompletionRequest
     prefix = "cmpl"
     names = ("text_completion", "text_completion")
     request: CompletionRequest
+
+    @classmethod
+    def asked(
+        cls, request: CompletionRequest, service: Service, notes: Notes, client: Client
+    ) -> Job:
+        top, echo = request.logprobs, request.echo
+        scored = top if echo else request.prompt_logprobs
+        if scored is not None and request.stream:
+            raise RequestError.unsupported(
+                "stream",
+                "log-probabilities of a prompt do not come in chunks: leave stream out",
+            )
+        if echo and request.suffix is not None:
+            text = "echo does not go with suffix: leave it out"
+            raise RequestError(text, field="echo")
+        form, stop = request.response_format, stops(request.stop)
+        where, grammar = grammar_of(request, form, "response_format", notes)
+        names = {**NAMES, "grammar": where}
+        params = sampling(
+            request,
+            service,
+            notes,
+            names,
+            client=client,
+            max_tokens=request.max_tokens,
+            stop=stop,
+            logprobs=top is not None,
+            top_logprobs=top or 0,
+            prompt_logprobs=scored,
+            grammar=grammar,
+        )
+        return Job(
+            [Text(prompt, request.suffix) for prompt in _prompts(request.prompt)],
+            params,
+            request.n,
+            names,
+            stop=stop,
+            token_ids=request.return_token_ids,
+            hides_special=request.skip_special_tokens,
+        )
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         text, scored = outcome.text, self._scored(outcome)
@@ -211,3 +197,6 @@ class TextRendering(CompletionRendering):
             if event.tokens and self.job.params.logprobs:
                 logprobs = self._logprobs(event.choice, event.tokens)
         yield self.chunk(event, text=text, logprobs=logprobs)
+
+
+parse = TextRendering.parse

@@ -113,6 +113,29 @@ def variables(
     return made
 
 
+def choice_of(given: str | Mapping[str, Any] | None) -> tuple[str, str | None]:
+    """What ``tool_choice`` of OpenAI's protocols asks for, and the tool that it names.
+
+    A function is named within an object of its kind, or beside its kind; a hosted tool
+    by its kind.
+    """
+    if not given or isinstance(given, str):
+        choice = given or "auto"
+        plain = choice in ("auto", "none", "required")
+        return (choice, None) if plain else ("named", choice)
+    kind = given.get("type", "function")
+    inner = given.get(kind) if isinstance(kind, str) else None
+    name = (inner if isinstance(inner, Mapping) else given).get("name")
+    if name is None and kind not in ("function", "custom", "allowed_tools"):
+        name = kind
+    if not isinstance(name, str):
+        raise RequestError.unsupported(
+            "tool_choice",
+            f"tool_choice of type {quoted(kind)} is not supported: name a function",
+        )
+    return "named", name
+
+
 def tools_of(
     service: Service,
     functions: Sequence[tuple[str, Function]],

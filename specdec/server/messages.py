@@ -36,7 +36,7 @@ from .job import (
 )
 from .rendering import Rendering, sse
 from .routing import BILLING
-from .sampling import Sampling, chat_job, grammar_of, stops
+from .sampling import Sampling, chat_job, stops
 from .schema import Notes, Record, Refused, read
 from .service import Service
 
@@ -144,44 +144,6 @@ class CountRequest(PromptRequest):
 
 NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "stop": "stop_sequences",
          "grammar": "output_config.format"}  # fmt: skip
-
-
-def parse(
-    body: Any,
-    service: Service,
-    notes: Notes | None = None,
-    client: Client = Client(),  # noqa: B008 - it is frozen
-) -> MessageRendering:
-    """Parse a request's body.
-
-    Raises:
-        RequestError: it cannot be served.
-    """
-    notes = notes or service.notes()
-    request = read(MessageRequest, body, notes)
-    model = service.check_model(request.model)
-    where, format_ = NAMES["grammar"], request.output_config.format
-    if request.output_format is not None:
-        where, format_ = "output_format", request.output_format
-    messages = _messages(request.system, request.messages, notes)
-    budget = request.thinking and request.thinking.budget_tokens
-    more = {"max_thinking_tokens": budget} if budget else {}
-    job = chat_job(
-        request,
-        service,
-        notes,
-        NAMES,
-        messages=messages,
-        tools=_tools(request, service, notes),
-        form=grammar_of(request, format_, where, notes),
-        variables=_variables(request, service),
-        continued=messages[-1]["role"] == "assistant",
-        client=client,
-        max_tokens=request.max_tokens,
-        stop=stops(request.stop_sequences),
-        **more,
-    )
-    return MessageRendering(service, job, model, request, notes)
 
 
 def parse_count(body: Any, service: Service, notes: Notes | None = None) -> Chat:
@@ -368,15 +330,37 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class MessageRendering(Rendering):
     """A message, whole or as Anthropic's sequence of events."""
 
-    def __init__(
-        self,
-        service: Service,
-        job: Job,
-        model: str,
-        request: MessageRequest,
-        notes: Notes,
-    ):
-        super().__init__(service, job, model, request, notes)
+    record = MessageRequest
+
+    @classmethod
+    def asked(
+        cls, request: MessageRequest, service: Service, notes: Notes, client: Client
+    ) -> Job:
+        names, format_ = NAMES, request.output_config.format
+        if request.output_format is not None:
+            format_ = request.output_format
+            names = {**NAMES, "grammar": "output_format"}
+        messages = _messages(request.system, request.messages, notes)
+        budget = request.thinking and request.thinking.budget_tokens
+        more = {"max_thinking_tokens": budget} if budget else {}
+        return chat_job(
+            request,
+            service,
+            notes,
+            names,
+            messages=messages,
+            tools=_tools(request, service, notes),
+            format_=format_,
+            variables=_variables(request, service),
+            continued=messages[-1]["role"] == "assistant",
+            client=client,
+            max_tokens=request.max_tokens,
+            stop=stops(request.stop_sequences),
+            **more,
+        )
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks = 0
         self._open: str | None = None  # the kind of the block that is being written
@@ -511,3 +495,6 @@ def _content(outcome: Outcome, *, omits_thinking: bool) -> list[dict[str, Any]]:
         made = {"type": "tool_use", "id": call.id, "name": call.name}
         content.append({**made, "input": json.loads(call.arguments)})
     return content
+
+
+parse = MessageRendering.parse

@@ -8,12 +8,12 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from .errors import RequestError
-from .job import Begun, End, Event, Job, Outcome, Piece, Usage
-from .sampling import Sampling, StreamOptions
-from .schema import Notes
+from .job import Begun, Client, End, Event, Job, Outcome, Piece, Usage
+from .sampling import OpenAISampling, Sampling
+from .schema import Notes, read
 from .service import Service
 
 
@@ -27,12 +27,45 @@ def sse(payload: object, event: str | None = None) -> bytes:
 class Rendering(ABC):
     """A job, and its answer in one protocol.
 
+    Attributes:
+        record: the form of a request's body.
+
     Args:
         job: the job to answer.
         model: the model's name in the response.
         request: the request's body.
         notes: what its sender should know.
     """
+
+    record: ClassVar[type[Sampling]]
+
+    @classmethod
+    def parse(
+        cls,
+        body: Any,
+        service: Service,
+        notes: Notes | None = None,
+        client: Client = Client(),  # noqa: B008 - it is frozen
+    ) -> Self:
+        """Parse a request's body.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        notes = notes or service.notes()
+        request: Any = read(cls.record, body, notes)
+        model = service.check_model(request.model)
+        job = cls.asked(request, service, notes, client)
+        return cls(service, job, model, request, notes)
+
+    @classmethod
+    @abstractmethod
+    def asked(cls, request: Any, service: Service, notes: Notes, client: Client) -> Job:
+        """What a request asks for.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
 
     def __init__(
         self, service: Service, job: Job, model: str, request: Sampling, notes: Notes
@@ -83,11 +116,7 @@ class Rendering(ABC):
 
 
 class CompletionRendering(Rendering):
-    """A completion of either of OpenAI's two kinds: an object with choices, or chunks.
-
-    Args:
-        usage: what a stream says of its tokens.
-    """
+    """A completion of either of OpenAI's two kinds: an object, or chunks."""
 
     prefix: ClassVar[str]
     #: The objects' names: of the whole answer, and of a chunk.
@@ -98,11 +127,10 @@ class CompletionRendering(Rendering):
         service: Service,
         job: Job,
         model: str,
-        request: Sampling,
+        request: OpenAISampling,
         notes: Notes,
-        *,
-        usage: StreamOptions,
     ):
+        usage = request.usage()
         if usage.continuous_usage_stats:
             job = replace(job, token_ids=True)
         super().__init__(service, job, model, request, notes)

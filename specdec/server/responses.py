@@ -18,6 +18,7 @@ from .conversation import (
     Part,
     ToolPart,
     arguments_of,
+    choice_of,
     content_of,
     logprobs_of,
     text_of,
@@ -27,7 +28,7 @@ from .conversation import (
 from .errors import RequestError
 from .job import Begun, Call, Client, End, Event, Job, Message, Piece, Tokens, Tools
 from .rendering import Rendering, sse
-from .sampling import OpenAISampling, chat_job, grammar_of
+from .sampling import OpenAISampling, chat_job
 from .schema import Notes, Record, Refused, read
 from .service import Service
 
@@ -36,7 +37,7 @@ _STORED = "nothing is stored here: send the whole conversation as input"
 
 class _Text(Record):
     place = "text"
-    accepted = frozenset({"verbosity"})
+    noted: ClassVar[Mapping[str, str]] = {"verbosity": "medium"}
     format: dict[str, Any] | None = None
 
 
@@ -85,47 +86,6 @@ NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def parse(
-    body: Any,
-    service: Service,
-    notes: Notes | None = None,
-    client: Client = Client(),  # noqa: B008 - it is frozen
-) -> ResponseRendering:
-    """Parse a request's body.
-
-    Raises:
-        RequestError: it cannot be served.
-    """
-    notes = notes or service.notes()
-    request = read(ResponseRequest, body, notes)
-    model = service.check_model(request.model)
-    request.usage()  # a response always ends with it
-    if (body.get("text") or {}).get("verbosity") not in (None, "medium"):
-        notes.add("verbosity changes nothing here")
-    top = request.top_logprobs
-    job = chat_job(
-        request,
-        service,
-        notes,
-        NAMES,
-        messages=_messages(request.instructions, request.input, notes),
-        tools=_tools(request, service, notes),
-        form=grammar_of(request, request.text.format, NAMES["grammar"], notes),
-        variables=variables(
-            service,
-            request.chat_template_kwargs,
-            request.reasoning.effort,
-            where="reasoning.effort",
-        ),
-        continued=False,
-        client=client,
-        max_tokens=request.max_output_tokens,
-        logprobs="message.output_text.logprobs" in request.include or top > 0,
-        top_logprobs=top,
-    )
-    return ResponseRendering(service, job, model, request, notes)
-
-
 class _Tool(ToolPart):
     type: str
     name: str
@@ -144,18 +104,7 @@ def _tools(request: ResponseRequest, service: Service, notes: Notes) -> Tools:
         made = read(_Tool, tool, notes, at)
         fields = made.model_dump(exclude={"type"})
         functions.append((at, Function(**fields)))
-    choice, name = request.tool_choice or "auto", None
-    if isinstance(choice, dict):
-        kind, name = choice.get("type"), choice.get("name") or choice.get("type")
-        if kind == "allowed_tools" or not isinstance(name, str):
-            raise RequestError.unsupported(
-                "tool_choice",
-                f"tool_choice of type {quoted(kind)} is not supported: name a function",
-            )
-        choice = "named"
-    elif choice not in ("auto", "none", "required"):
-        choice, name = "named", choice
-    return tools_of(service, functions, others, choice, name,
+    return tools_of(service, functions, others, *choice_of(request.tool_choice),
                     parallel=request.parallel_tool_calls, notes=notes)  # fmt: skip
 
 
@@ -270,15 +219,32 @@ def _item(
 class ResponseRendering(Rendering):
     """A response, whole or as a sequence of events."""
 
-    def __init__(
-        self,
-        service: Service,
-        job: Job,
-        model: str,
-        request: ResponseRequest,
-        notes: Notes,
-    ):
-        super().__init__(service, job, model, request, notes)
+    record = ResponseRequest
+
+    @classmethod
+    def asked(
+        cls, request: ResponseRequest, service: Service, notes: Notes, client: Client
+    ) -> Job:
+        request.usage()  # a response always ends with it
+        top, effort = request.top_logprobs, request.reasoning.effort
+        kwargs = request.chat_template_kwargs
+        return chat_job(
+            request,
+            service,
+            notes,
+            NAMES,
+            messages=_messages(request.instructions, request.input, notes),
+            tools=_tools(request, service, notes),
+            format_=request.text.format,
+            variables=variables(service, kwargs, effort, where="reasoning.effort"),
+            client=client,
+            max_tokens=request.max_output_tokens,
+            logprobs="message.output_text.logprobs" in request.include or top > 0,
+            top_logprobs=top,
+        )
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
@@ -482,3 +448,6 @@ class ResponseRendering(Rendering):
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
     copied: dict[str, Any] = json.loads(json.dumps(item))
     return copied
+
+
+parse = ResponseRendering.parse

@@ -238,9 +238,9 @@ def chat_job(
     *,
     messages: Sequence[Message],
     tools: Tools,
-    form: tuple[str, Grammar | None],
+    format_: Mapping[str, Any] | None,
     variables: Mapping[str, Any],
-    continued: bool,
+    continued: bool = False,
     stop: tuple[str, ...] = (),
     n: int = 1,
     **more: Any,
@@ -248,13 +248,14 @@ def chat_job(
     """What a request of a chat protocol asks for.
 
     Args:
-        form: the parameter that asks for a form of the answer, and its grammar.
+        names: names of parameters, by the fields that they fill.
+        format_: the protocol's own field for the form of the answer.
         continued: the last message is the beginning of the answer.
         stop: the client's stop texts.
         more: further fields for :func:`sampling`.
     """
     tokenizer = service.decoder.tokenizer
-    where, grammar = form
+    where, grammar = grammar_of(request, format_, names["grammar"], notes)
     answer = call_grammar(tokenizer, tools, grammar, where, notes)
     names = {**names, "grammar": answer.where}
     params = sampling(

@@ -86,6 +86,7 @@ class Record(BaseModel):
     Attributes:
         refused: known fields that are not honoured.
         accepted: known fields that change no answer.
+        noted: known fields of which a note says so, except for this value.
         elsewhere: other servers' names of fields.
         place: where the object is, for notes; empty: it is the body.
         guesses: whether names that look like a field are refused as misspelt.
@@ -94,6 +95,7 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
     refused: ClassVar[Mapping[str, Refused]] = {}
     accepted: ClassVar[frozenset[str]] = frozenset()
+    noted: ClassVar[Mapping[str, str]] = {}
     elsewhere: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
     guesses: ClassVar[bool] = True
@@ -109,7 +111,7 @@ class Record(BaseModel):
     @classmethod
     def known(cls) -> frozenset[str]:
         """The names of all fields that are known."""
-        return cls.honoured() | cls.refused.keys() | cls.accepted
+        return cls.honoured() | cls.refused.keys() | cls.noted.keys() | cls.accepted
 
     @classmethod
     def honoured(cls) -> frozenset[str]:
@@ -130,6 +132,9 @@ class Record(BaseModel):
             elif rule := cls.refused.get(name):
                 if content is not None and content not in rule.only:
                     _refuse(name, rule.code, f"is not supported: {rule.why}")
+            elif name in cls.noted:
+                if content not in (None, cls.noted[name]) and info.context:
+                    info.context.add(f"{name} changes nothing here")
             elif name not in cls.accepted:
                 cls._unknown(name, info.context)
         return taken
