@@ -120,7 +120,7 @@ def choice_of(given: str | Mapping[str, Any] | None) -> tuple[str, str | None]:
     by its kind.
     """
     if not given or isinstance(given, str):
-        choice = given or "auto"
+        choice = str(given or "auto")
         plain = choice in ("auto", "none", "required")
         return (choice, None) if plain else ("named", choice)
     kind = given.get("type", "function")

@@ -123,7 +123,7 @@ class Connection(H11Protocol):
         """Answer an error, whatever the application does, and close the connection."""
         from .web import error_response
 
-        path = self.scope["path"] if self.scope else "/"  # type: ignore[redundant-expr]
+        path = self.scope["path"] if self.scope else "/"
         response = error_response(error, path)
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
         pairs = [(b"connection", b"close"), *response.raw_headers]

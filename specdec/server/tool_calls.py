@@ -259,13 +259,16 @@ _OBJECT_HEAD = re.compile(
 )
 #: No JSON value, which ``None`` is.
 _NONE = object()
-#: A value between marks, up to the first mark that ends it; ``open``: nothing does.
+#: A value between marks, up to the first mark that ends it, which is none in CDATA;
+#: ``open``: nothing does.
 _VALUE = re.compile(
     r"(?:<(?:longcat_)?arg_key>[^<]*</(?:longcat_)?arg_key>\s*)?"
     r"(?:<(?:\|open\|>)?"
-    r"(?P<tag>(?:atem:)?param(?:eter)?|(?:longcat_)?arg_value|argument|json)\b"
+    r"(?P<tag>(?P<cdata>param\b)|(?:atem:)?param(?:eter)?|(?:longcat_)?arg_value"
+    r"|argument|json)\b"
     r'|(?P<quote><escape>|<\|"\|>))'
-    r"(?:.*?(?:<(?:/|\|close\|>)(?P=tag)(?:>|<\|sep\|>)|(?P=quote))|(?P<open>.*))",
+    r"(?:(?(cdata)[^<>]*>\s*<!\[CDATA\[.*?\]\]>\s*</(?P=tag)>|(?!))"
+    r"|(?(cdata)(?![^<>]*>\s*<!\[CDATA\[)).*?(?:<(?:/|\|close\|>)(?P=tag)(?:>|<\|sep\|>)|(?P=quote))|(?P<open>.*))",
     re.DOTALL,
 )
 #: A mark that belongs to no value.
@@ -391,7 +394,19 @@ def _function_gemma(text: str, functions: Functions) -> Any:
     return gemma4.parse_tool_call(text.replace("<escape>", '<|"|>'))
 
 
-_PARSERS = {"pythonic": _pythonic, "function_gemma": _function_gemma}
+def _minicpm5(text: str, functions: Functions) -> Any:
+    """Its own form; mlx-lm's parser ends values at any mark, also in CDATA."""
+    minicpm5 = import_module("mlx_lm.tool_parsers.minicpm5")
+    # Marks within values are hidden from it.
+    hidden = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+    inner = re.compile(r"(?<!^)<(?!!\[CDATA\[|/param>$)")
+    shown = _VALUE.sub(lambda value: inner.sub(hidden, value[0]), text)
+    parsed = minicpm5.parse_tool_call(shown, functions)
+    return json.loads(json.dumps(parsed, ensure_ascii=False).replace(hidden, "<"))
+
+
+_PARSERS = {"pythonic": _pythonic, "function_gemma": _function_gemma,
+            "minicpm5": _minicpm5}  # fmt: skip
 _OBJECT = '{"name": "$", "arguments": '
 _LLAMA = '{"name": "$", "parameters": '
 _DEEPSEEK_HEAD = re.compile(

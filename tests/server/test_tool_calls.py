@@ -366,7 +366,8 @@ ENDS = {
     "minimax_m2": "</minimax:tool_call>", "longcat": "</longcat_tool_call>",
     "muse_spark": "</atem:function_calls>", "kimi_k3": "<|close|>tools<|sep|>",
     "kimi_k2": "<|tool_calls_section_end|>", "deepseek": ALL[1],
-    "llama4": "<|python_end|>", "phi4": "<|/tool_call|>", "hunyuan": "</tool_calls>",
+    "minicpm5": "</function>", "llama4": "<|python_end|>",
+    "phi4": "<|/tool_call|>", "hunyuan": "</tool_calls>",
 }  # fmt: skip
 
 
@@ -378,12 +379,36 @@ def test_marks_within_values(form: str, tmp_path: Path) -> None:
         f"say {ENDS.get(form, '')} now",
         "a } b) ] c",
         "<p> \u2028 \U0001f600",
+        *(["<![CDATA[a] ]> b"] if form != "minicpm5" else []),
     ):
         text = answer_of(form).replace("hello world", value)
         for size in (1, 4, 1000):
             made = parts_of(words, text, cut=False, size=size)
             (call,) = (part for part in made if isinstance(part, Call))
             assert json.loads(call.arguments) == {**ARGUMENTS, "content": value}
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["say </function> now", "<a></param></a>", "</param></function>", "a & b\n <c/>",
+     '<param name="n">3</param>', "]] > ]>", "\ufdd0", "", "<![CDATA["],
+)  # fmt: skip
+def test_values_in_cdata(value: str, tmp_path: Path) -> None:
+    """A value that ends at a mark in it, or whose call is shown as text.
+
+    The template asks for CDATA around values that have marks or line breaks.
+    """
+    words = words_of("minicpm5", tmp_path)
+    one = ANSWERS["minicpm5"].replace("hello world", f"<![CDATA[{value}]]>")
+    text = one + "\n" + one
+    for size in (1, 5, 1000):
+        made = parts_of(words, text, cut=False, size=size)
+        assert all(isinstance(part, Call) for part in made), made
+        expected = {**ARGUMENTS, "content": value}
+        assert [json.loads(part.arguments) for part in made] == [expected] * 2
+    for end in range(len(one)):
+        made = parts_of(words, one[:end], cut=True)
+        assert "".join(part.text for part in made) == one[:end]
 
 
 def _with(form: str, value: str, instead_of: str = "hello world") -> tuple[str, str]:
@@ -398,8 +423,9 @@ def _with(form: str, value: str, instead_of: str = "hello world") -> tuple[str, 
         _with("qwen3_coder", "", "\n</parameter>\n<parameter=n>\n12\n</parameter>"),
         _with("minimax_m2", "say </invoke> x"),
         _with("minimax_m2", "say </parameter> x"),
-        _with("minicpm5", "<![CDATA[<a></param></a>]]>"),
-        _with("minicpm5", "say </function> x"),
+        _with("minicpm5", "<![CDATA[<a>"),
+        _with("minicpm5", "<![CDATA[a]]> b"),
+        _with("minicpm5", "say </param> x"),
         _with("muse_spark", "</atem:parameter>"),
         _with("glm47", "a</arg_value>b"),
         _with("glm47", "", "<arg_value>12</arg_value>"),
