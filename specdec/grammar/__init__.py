@@ -2,11 +2,12 @@
 
 from .compiler import AT_ONCE, GrammarCompiler, check_grammar
 from .spec import Grammar, GrammarKind
-from .state import GrammarState
+from .state import FAILED, GrammarState
 from .thinking import ThinkingBudget, ThinkingMarks
 
 __all__ = [
     "AT_ONCE",
+    "FAILED",
     "Grammar",
     "GrammarCompiler",
     "GrammarKind",

@@ -10,6 +10,9 @@ from ..utils.printable import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+#: How the error of a row begins whose grammar has failed.
+FAILED = "its grammar failed"
+
 
 class GrammarState:
     """A row's state in its grammar, after its committed tokens or tokens ahead of them.

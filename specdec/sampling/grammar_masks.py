@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..grammar import GrammarState, ThinkingBudget
+from ..grammar import FAILED, GrammarState, ThinkingBudget
 
 _ANY = np.uint32(0xFFFFFFFF)
 
@@ -128,7 +128,7 @@ class GrammarMasks:
                 bits[same + 1 :] = _ANY
             self._go_on(path, bits, tokens)
             if not bits[0].any():
-                self.errors[row] = f"its grammar failed: {path.state.error}"
+                self.errors[row] = f"{FAILED}: {path.state.error}"
 
     def _go_on(self, path: _Path, bits: Any, tokens: list[int]) -> None:
         while path.num_masks <= len(tokens):

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from ..decoder import SpecDecoder
 from ..engine.async_server import Server
 from ..errors import ConfigError, ServerError
+from ..grammar import FAILED
 from ..model_names import short
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
@@ -309,6 +310,10 @@ class Service:
         self.metrics.ended(result)
         spent = time.monotonic() - prepared.began
         self._row_seconds += _NEWEST * (spent - self._row_seconds)
+        if (result.error or "").startswith(FAILED):
+            where = prepared.job.names["grammar"]
+            text = f"{where}: {result.error}: give a simpler one"
+            raise RequestError.invalid(where, text)
         if result.finish_reason == "error":
             raise RequestError(
                 f"the request failed: {result.error}", status=500, code="row_failed"

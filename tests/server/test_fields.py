@@ -291,3 +291,34 @@ def test_wrong_fields_in_great_number(
     cause = refused.value.__cause__
     assert isinstance(cause, ValidationError)
     assert len(compared) + cause.error_count() < 1000
+
+
+def test_a_schema_that_fails_late(server: Running) -> None:
+    """A fault of the request that is told as one of the server, to be tried again.
+
+    llguidance takes the schema, and gives up when it reaches what is too ambiguous.
+    """
+    objects = [
+        {"type": "object", "properties": {f"k{i}": {"type": "integer"}}}
+        for i in range(600)
+    ]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"anyOf": objects}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    made = post(server, "completions", max_tokens=99, guided_json=schema)
+    assert made.status_code == 400, made.text
+    error = made.json()["error"]
+    assert (error["param"], error["code"]) == ("guided_json", "invalid_value")
+    assert "give a simpler one" in error["message"]
+    made = post(server, "completions", stream=True, max_tokens=99, guided_json=schema)
+    (*_, last) = (line for line in made.text.splitlines() if line)
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+    form = {"type": "json_schema", "schema": schema}
+    made = post(server, "messages", max_tokens=99, output_config={"format": form})
+    assert made.status_code == 400, made.text
+    assert made.json()["error"]["type"] == "invalid_request_error"
+    assert "output_config.format: its grammar failed" in made.json()["error"]["message"]
