@@ -155,7 +155,8 @@ def grammar_of(
     forms += _outputs("guided_", request.guided_json, request.guided_regex,
                       request.guided_choice, request.guided_grammar)  # fmt: skip
     asked = [(name, grammar) for name, grammar in forms if grammar is not None]
-    if len(asked) > 1:
+    # Clients of several versions of vLLM send the same grammar under both names.
+    if len({grammar for _, grammar in asked}) > 1:
         raise RequestError.invalid(
             asked[1][0], f"{asked[1][0]} does not go with {asked[0][0]}: leave one out"
         )

@@ -322,3 +322,15 @@ def test_a_schema_that_fails_late(server: Running) -> None:
     assert made.status_code == 400, made.text
     assert made.json()["error"]["type"] == "invalid_request_error"
     assert "output_config.format: its grammar failed" in made.json()["error"]["message"]
+
+
+def test_both_names_of_one_form(server: Running) -> None:
+    """guidance sends a grammar under the names of two versions of vLLM."""
+    forms = {"grammar": 'start: "ab"', "json": {"const": "ab"}, "choice": ["ab"]}
+    for kind, form in forms.items():
+        both = {f"guided_{kind}": form, "structured_outputs": {kind: form}}
+        made = post(server, "chat/completions", max_tokens=9, **both)
+        assert made.status_code == 200, made.text
+        assert made.json()["choices"][0]["message"]["content"].strip('"') == "ab"
+        other = {**both, "guided_regex": "ab"}
+        assert post(server, "chat/completions", **other).status_code == 400
