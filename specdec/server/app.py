@@ -199,8 +199,7 @@ def _endpoint(path: str, parse: Parse) -> Route:
         except RequestError as error:
             seconds = time.monotonic() - began
             service.metrics.answered(path, "refused", seconds)
-            if service.config.log_requests:
-                log.info("%s refused (%s): %s", path, error.status, error)
+            request.state.details = f": {error}"
             return error_response(error, path)
         _tell(notes)
         return _Answer(service, rendering, path)
@@ -243,6 +242,7 @@ class _Answer(Response):
         self._service = service
         self._rendering = rendering
         self._path = path
+        self._why = ""  # it was refused, or failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
@@ -255,26 +255,17 @@ class _Answer(Response):
         finally:
             seconds = time.monotonic() - began
             self._service.metrics.answered(self._path, outcome or "left", seconds)
-            if self._service.config.log_requests:
-                self._log(outcome or "left", seconds)
+            scope.setdefault("state", {})["details"] = self._details(outcome or "left")
 
-    def _log(self, outcome: str, seconds: float) -> None:
-        """One line a request: what it took, and how it ended."""
+    def _details(self, outcome: str) -> str:
+        """What the request took, and how it ended, for the log."""
         rendering, usage = self._rendering, self._rendering.usage
         ends = [o.ended.reason for o in rendering.outcomes if o.ended]
-        log.info(
-            "%s %s in %.2f s: %d prompt tokens (%d cached), %d generated, %d of %d "
-            "drafted accepted, %s%s",
-            self._path,
-            outcome,
-            seconds,
-            usage.prompt,
-            usage.cached,
-            usage.generated,
-            usage.accepted,
-            usage.drafted,
-            " ".join(dict.fromkeys(ends)) or "no end",
-            ", streamed" if rendering.streamed else "",
+        reason = " ".join(dict.fromkeys(ends)) or "no end"
+        return (
+            f": {outcome}, {usage.prompt} prompt tokens ({usage.cached} cached), "
+            f"{usage.generated} generated, {usage.accepted} of {usage.drafted} drafted "
+            f"accepted, {reason}{', streamed' * rendering.streamed}{self._why}"
         )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
@@ -293,6 +284,7 @@ class _Answer(Response):
                                 rendering.take(event)
         except Exception as error:
             answer = request_error(error, rendering.job.names)
+            self._why = f": {answer}"
             if answer.status >= 500:
                 log.error("a request failed: %s", error)
             if sent.begun:

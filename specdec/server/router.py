@@ -249,6 +249,7 @@ class _Forwarded(Response):
                     break
                 router.again += 1
         router.lost += 1
+        self._request.state.details = ""
         lost = RequestError(
             f"replica {tried[-1].index} ended meanwhile: send the request again",
             status=502,
@@ -288,6 +289,7 @@ class _Forwarded(Response):
                     raise httpx.ConnectError("it accepts no more requests")
                 case "engine_failed":
                     raise httpx.RemoteProtocolError("its engine has failed")
+            self._request.state.details = None  # the replica logs it
             head = _passed_on(answer.headers.raw)
             kind = answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import reason_of
+from ..utils.printable import one_line
 from .config import ServerConfig
 from .errors import RequestError
 from .guard import BODY_SECONDS, check_size
@@ -41,6 +42,9 @@ _FEW = 1 << 16
 #: A context that is not known counts as this many tokens.
 _LONG_CONTEXT = 1 << 20
 log = logging.getLogger("specdec.server")
+#: A line for each request. ``state["details"]`` of its scope has the end of the line;
+#: ``None``: another process writes it.
+requests = logging.getLogger("specdec.requests")
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
@@ -121,6 +125,7 @@ class _Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self._app = app
         self._keys = config.api_keys
+        self._logs = config.log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -128,16 +133,32 @@ class _Guard:
             return
         scope = _with_path(scope)
         name = f"req_{uuid.uuid4().hex}".encode()
-        answering = False
+        began, status = time.monotonic(), 0
 
         async def named(message: Message) -> None:
-            nonlocal answering
-            answering = True
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 headers = [(b"x-request-id", name), (b"request-id", name)]
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
+        try:
+            await self._answer(scope, receive, named, lambda: bool(status))
+        finally:
+            details = scope.setdefault("state", {}).get("details", "")
+            if self._logs and details is not None:
+                requests.setLevel(logging.INFO)
+                path, seconds = one_line(scope["path"], 100), time.monotonic() - began
+                method, status = scope["method"], status or 499
+                requests.info(
+                    "%s %s %d in %.2f s%s", method, path, status, seconds, details
+                )
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, begun: Callable[[], bool]
+    ) -> None:
+        """Call the application, or say why not; ``begun``: the answer has begun."""
         failure = None
         is_open = scope["path"] in _OPEN
         if self._keys and not is_open and _key_of(scope, self._keys) is None:
@@ -156,19 +177,20 @@ class _Guard:
             )
         if failure is None:
             try:
-                await self._app(scope, receive, named)
+                scope.setdefault("state", {})
+                await self._app(scope, receive, send)
                 return
             except ClientDisconnect:
                 return
             except Exception as error:
-                if answering:
+                if begun():
                     raise  # the connection is closed
                 path, reason = scope["path"], reason_of(error)
                 log.error("%s %s failed: %s", scope["method"], path, reason)
                 text = f"unexpected {type(error).__name__}: please report it"
                 failure = RequestError(text, status=500, code="internal_error")
         response = error_response(failure, scope["path"])
-        await response(scope, receive, named)
+        await response(scope, receive, send)
 
 
 def _with_path(scope: Scope) -> Scope:

@@ -15,10 +15,11 @@ import pytest
 from pydantic import ValidationError
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.server import schema
+from specdec.server import guard, schema
 from specdec.server.chat import ChatRequest
 from specdec.server.errors import RequestError
 from tests.server.harness import Running, Scripted, running, tiny_decoder
+from tests.server.test_serving import until
 
 USER = {"role": "user", "content": "Hello there"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -154,7 +155,7 @@ def test_vllm_fields(decoder: SpecDecoder, server: Running) -> None:
             made = post(server, path, **form)
             assert made.status_code == 200, made.text
             assert '"yes"' in made.text or '"no"' in made.text
-    both = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
+    both = {"guided_regex": "a", "structured_outputs": {"regex": "b"}}
     assert post(server, "completions", **both).status_code == 400
 
 
@@ -255,19 +256,37 @@ def test_forced_calls_follow_their_schema(openai_client: openai.OpenAI) -> None:
 
 
 def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) -> None:
-    """A request that is not logged, or a line without its numbers."""
-    caplog.set_level(logging.INFO, "specdec.server")
-    with running(decoder, log_requests=True) as server:
-        for path in BODIES:
-            post(server, path)
-        post(server, "completions", prompt=[])
-    lines = [record.getMessage() for record in caplog.records]
-    for path in BODIES:
-        assert any(
-            line.startswith(f"/v1/{path} answered in ") and "4 generated" in line
-            for line in lines
-        ), path
-    assert any(line.startswith("/v1/completions refused (400)") for line in lines)
+    """A request that is not logged, or a line without its numbers.
+
+    Of warnings, a server shows five of a kind in a minute.
+    """
+    guard.limit_log()
+    with running(decoder, log_requests=True, api_keys=("k",)) as server:
+        with httpx.Client(base_url=server.url, headers={"x-api-key": "k"}) as client:
+            for path in BODIES:
+                for _ in range(7):
+                    client.post(f"/v1/{path}", json=BODIES[path], timeout=60)
+            client.post("/v1/completions", json={"prompt": []})
+            client.post("/v1/completions", json={"prompt": "x" * 9999})
+            client.post("/v1/completions", content=b"{")
+            client.get("/v1/models")
+            client.get("/v1/a%0Ab", headers={"x-api-key": "wrong"})
+        until(lambda: len(caplog.records) >= 33)
+    lines = [r.getMessage() for r in caplog.records if r.name == "specdec.requests"]
+    answered = (
+        r"\d+\.\d\d s: answered, \d+ prompt tokens .* 4 generated, \d of \d draft"
+    )
+    said = [
+        *(f"POST /v1/{path} 200 in {answered}" for path in BODIES for _ in range(7)),
+        "POST /v1/completions 400 in .*: prompt must be",
+        "POST /v1/completions 400 in .*prompt is too long",
+        "POST /v1/completions 415 in .*",
+        "GET /v1/models 200 in .*s$",
+        "GET /v1/a b 401 in .*s$",
+    ]
+    assert len(lines) == len(said)
+    for line, expected in zip(lines, said, strict=True):
+        assert re.match(expected, line), line
 
 
 @pytest.mark.parametrize(

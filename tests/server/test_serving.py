@@ -18,7 +18,6 @@ import anthropic
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -178,7 +177,7 @@ def test_nobody_names_an_address_of_another(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     service = SimpleNamespace(healthy=True, failure=None, pending=0, drain=drain)
-    made = Starlette(routes=[Route("/", who)])
+    made = web.application([Route("/", who)], ServerConfig())
     made.state.service = service
     started = threading.Event()
     with bind("127.0.0.1", 0) as listener:
