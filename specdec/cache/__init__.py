@@ -10,18 +10,10 @@ from .factory import (
     place_caches,
     reads_boolean_masks,
 )
-from .kinds import (
-    BatchChunkedKVCache,
-    BatchKVCache,
-    BatchQuantizedChunkedKVCache,
-    BatchQuantizedKVCache,
-    BatchQuantizedRotatingKVCache,
-    BatchRotatingKVCache,
-)
+from .kinds import BatchChunkedKVCache, BatchKVCache, BatchRotatingKVCache
 from .members import BatchCacheList, members
 from .memo import Memo
 from .recurrent import BatchRecurrentCache
-from .ring import RingCache
 from .storage import put_rows
 
 __all__ = [
@@ -29,14 +21,10 @@ __all__ = [
     "BatchCacheList",
     "BatchChunkedKVCache",
     "BatchKVCache",
-    "BatchQuantizedChunkedKVCache",
-    "BatchQuantizedKVCache",
-    "BatchQuantizedRotatingKVCache",
     "BatchRecurrentCache",
     "BatchRotatingKVCache",
     "CacheOptions",
     "Memo",
-    "RingCache",
     "check_caches",
     "extend_caches",
     "make_batch_caches",

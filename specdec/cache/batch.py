@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..errors import CacheError
-from .core import RowCounts
-from .functional import FunctionalCache
+from .core import CacheCore, RowCounts
 from .positions import positions_after, whole
 from .storage import Arrays, put_rows, rows_at
 
@@ -18,11 +18,13 @@ C = TypeVar("C", bound="BatchCache")
 RowContents = tuple[Arrays, Sequence[int], int]
 
 
-class BatchCache(FunctionalCache):
+class BatchCache(CacheCore):
     """A whole batch cache; :mod:`specdec.cache.kinds` has the public classes."""
 
-    #: mlx-lm's class for one sequence of this kind.
-    single: ClassVar[Any]
+    @property
+    def single(self) -> Any:
+        """mlx-lm's class for one sequence of this kind; ``None``: it has none."""
+        raise NotImplementedError
 
     # -- padding -----------------------------------------------------------
 
@@ -90,8 +92,10 @@ class BatchCache(FunctionalCache):
                 "rows", (), tuple(indices), lambda: mx.array(indices, mx.int32)
             )
         self._storage.take_rows(rows)
-        if rows.shape[0] == 0:
-            self._forget_rows()
+        if rows.shape[0] == 0:  # forget what the host knew about the rows
+            self._longest, self._uniform = 0, True
+            if self.ring is not None:
+                self.ring.join([])
         offset = self.offset
         self.offset = self._memo.get(
             "filter",
@@ -99,10 +103,6 @@ class BatchCache(FunctionalCache):
             None,
             lambda: offset[rows] if rows.shape[0] else offset[:0],
         )
-
-    def _forget_rows(self) -> None:
-        """Forget what the host knew about the rows: no row is left."""
-        self._longest, self._uniform = 0, True
 
     def extend(self: C, other: C) -> None:
         """Append the rows of ``other``, which may be longer, shorter or empty.
@@ -164,6 +164,8 @@ class BatchCache(FunctionalCache):
             everything or (self._uniform and self._longest == other._longest)
         )
         self._longest = max(other._longest, 0 if everything else self._longest)
+        if self.ring is not None and other.ring is not None:
+            self.ring.join([self.ring, other.ring])
 
     def reset(self, rows: Sequence[int]) -> None:
         """Empty the given rows; the other rows and all shapes stay.
@@ -189,9 +191,14 @@ class BatchCache(FunctionalCache):
 
         They hold tokens that were taken back. A mask hides those, but attention still
         multiplies their values by 0, which is NaN for a value that is not finite.
+
+        Raises:
+            CacheError: ``width`` is more than a ring takes at a time.
         """
         if self.empty() or not rows:
             return
+        if self.ring is not None:
+            self.ring.clean(width, self._longest + width)
         taken = self.layout.slots(positions_after(self.offset, width))
         at = (taken[..., None] == mx.arange(self.capacity)).any(axis=1)
         which = mx.array([[row in rows] for row in range(self.batch_size)])
@@ -199,14 +206,50 @@ class BatchCache(FunctionalCache):
 
     def _same_shape(self: C, others: Sequence[C]) -> None:
         """Make ``self`` and ``others`` joinable (equal layouts)."""
+        parts = [self, *others]
+        rings = [p.ring for p in parts if p.ring is not None]
+        if len({(ring.window, ring.keep) for ring in rings}) > 1:
+            raise CacheError("rings of different window or keep cannot be joined")
+        widest = max((ring.max_write for ring in rings), default=1)
+        for part in parts:
+            part.resize(widest)
 
     def _matching(self: C, other: BatchCache) -> C:
         """``other``, in a form whose rows can join this cache's."""
-        if not isinstance(other, type(self)):
-            raise CacheError(
-                f"a {type(other).__name__} cannot join a {type(self).__name__}"
-            )
-        return other
+        if isinstance(other, type(self)):
+            if self.packing and other.is_dense:
+                return other.to_quantized(**self.packing)
+            if self.packing == other.packing:
+                return other
+        raise CacheError(f"{other._called} cannot join {self._called}")
+
+    @property
+    def _called(self) -> str:
+        packed = f" of {self.packing['bits']} bits" if self.packing else ""
+        return f"a {type(self).__name__}{packed}"
+
+    # -- quantizing --------------------------------------------------------
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether this holds keys and values that :meth:`to_quantized` would pack."""
+        return not self.packing
+
+    def to_quantized(self: C, group_size: int = 64, bits: int = 4) -> C:
+        """A dense cache with its contents quantized; drop this one then.
+
+        Raises:
+            CacheError: bits or group size are not supported, or do not fit.
+        """
+        made = self._like(self.batch_size, bits=bits, group_size=group_size)
+        codec, arrays = self._storage.codec, self._storage.arrays
+        if arrays is not None:
+            made._storage.arrays = made._storage.codec.encode(*codec.dense(arrays))
+        made.offset = self.offset
+        made._longest, made._uniform = self._longest, self._uniform
+        made._lengths, made._right_padding = self._lengths, self._right_padding
+        made.ring = copy.copy(self.ring)
+        return made
 
     def _join(self: C, parts: Sequence[C]) -> None:
         """Become the rows of ``parts``, in order; ``self`` may be one of them."""
@@ -221,6 +264,8 @@ class BatchCache(FunctionalCache):
         longest = max((p._longest for p in filled), default=0)
         self._uniform = all(p._uniform and p._longest == longest for p in filled)
         self._longest = longest
+        if self.ring is not None:
+            self.ring.join([p.ring for p in filled if p.ring is not None])
         offsets = tuple(p.offset for p in parts)
         self.offset = self._memo.get(
             "join", offsets, None, lambda: mx.concatenate(list(offsets))
@@ -232,15 +277,22 @@ class BatchCache(FunctionalCache):
         """Row ``idx`` as mlx-lm's own cache of one sequence, with its exact contents.
 
         Raises:
-            CacheError: there is no such row.
+            CacheError: there is no such row, or mlx-lm has no such cache.
         """
         if not 0 <= whole("a row", idx) < self.batch_size:
             raise CacheError(f"extract got row {idx}: the batch has {self.batch_size}")
+        if self.single is None:
+            raise CacheError(
+                f"a row of {self._called} cannot be extracted: mlx-lm has no class "
+                "for it"
+            )
         lengths: list[int] = self.offset.tolist()  # type: ignore[assignment]
         length = lengths[idx]
         if self.empty() or length == 0:
             return self._make_single(None, 0)
-        slots = self.layout.slots(mx.array(self._row_positions(length)))
+        ring = self.ring
+        held = list(range(length)) if ring is None else ring.positions(length)
+        slots = self.layout.slots(mx.array(held))
         return self._make_single(self._storage.row(idx, slots), length)
 
     # -- prefixes ------------------------------------------------------------
@@ -280,36 +332,23 @@ class BatchCache(FunctionalCache):
         made._join(parts)
         return made
 
-    def _row_positions(self, length: int) -> list[int]:
-        """Positions that a sequence of ``length`` still holds, ascending."""
-        return list(range(length))
-
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
+        """Such a cache of ``length`` tokens; ``arrays`` holds its positions."""
         raise NotImplementedError
 
-    def _insert_single(self, cache: Any) -> None:
-        """Fill an empty cache of one row from mlx-lm's cache of one sequence."""
-        raise NotImplementedError
-
-    def _like(self: C, batch_size: int) -> C:
-        """An empty cache with the same settings."""
+    def _like(self: C, batch_size: int, **others: int | None) -> C:
+        """An empty cache with the same settings, except for ``others``."""
         make: Any = type(self)
-        made: C = make(batch_size, memo=self._memo, **self._options)
+        made: C = make(batch_size, memo=self._memo, **{**self._options, **others})
         return made
 
-    def _convert(self, other: BatchCache) -> None:
-        """Become ``other``, stored by this cache's codec (same layout)."""
-        arrays = other._storage.arrays
-        if arrays is not None:
-            dense = other._storage.codec.present(arrays)
-            self._storage.arrays = self._storage.codec.encode(*dense)
-        self.offset = other.offset
-        self._longest, self._uniform = other._longest, other._uniform
-        self._lengths, self._right_padding = other._lengths, other._right_padding
-        self._restore_bookkeeping(other._bookkeeping())
-
     def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
-        """Become one row of ``length`` tokens holding ``positions``."""
+        """Become one row of ``length`` tokens holding ``positions``, ascending."""
+        if self.ring is not None:
+            held = self.ring.holds(positions, length)
+            positions = [positions[i] for i in held]
+            arrays = tuple(a[:, :, mx.array(held)] for a in arrays)
+            self.ring.fill(positions, length)
         capacity = self._capacity_for(length)
         if len(positions) == length <= capacity:  # all of them, slot after slot
             self._storage.write_first(arrays, capacity)
@@ -338,19 +377,10 @@ class BatchCache(FunctionalCache):
 
     @classmethod
     def _from_single(cls: type[C], cache: Any) -> C:
-        if not isinstance(cache, cls.single):
-            raise CacheError(
-                f"a {type(cache).__name__} cannot become part of a {cls.__name__}"
-            )
-        made = cls._like_single(cache)
-        if not cache.empty() and cache.offset:
-            made._insert_single(cache)
-        return made
-
-    @classmethod
-    def _like_single(cls: type[C], cache: Any) -> C:
-        """An empty cache of one row, with the settings of mlx-lm's ``cache``."""
-        raise NotImplementedError
+        """A cache of one row from mlx-lm's ``cache``."""
+        raise CacheError(
+            f"a {type(cache).__name__} cannot become part of a {cls.__name__}"
+        )
 
     @property
     def keys(self) -> Any:
@@ -373,42 +403,34 @@ class BatchCache(FunctionalCache):
     def values(self, values: Any) -> None:
         self._storage.arrays = self._storage.codec.collect(self.keys, values)
 
-    def _bookkeeping(self) -> tuple[int, ...]:
-        """Host counters that ``state`` has to carry, besides the longest row."""
-        return ()
-
-    def _restore_bookkeeping(self, counters: tuple[int, ...]) -> None:
-        """Restore the counters of :meth:`_bookkeeping`."""
-
     @property
     def state(self) -> tuple[Any, ...]:
-        """(keys, values, offset, options and counters): all of the cache."""
-        plain = [*self._options.values(), *self._bookkeeping()]
-        return self.keys, self.values, self.offset, plain
+        """Keys, values, offset, and (options, what a ring can undo): all of it."""
+        ring = self.ring
+        counters = [] if ring is None else [ring.reach, ring.undone]
+        return self.keys, self.values, self.offset, ({**self._options}, counters)
 
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
-        keys, values, offset, plain = v
-        options = dict(zip(self._options, plain, strict=False))
-        counters = tuple(plain[len(options) :])
-        restart: Any = type(self).__init__
-        restart(self, 0, memo=self._memo, **options)
+        keys, values, offset, (options, counters) = v
+        vars(self).update(vars(self._like(0, **options)))
         if keys is not None:
             self._storage.arrays = self._storage.codec.collect(keys, values)
+        self._restore(offset)
+        if self.ring is not None:
+            self.ring.reach, self.ring.undone = counters
+
+    def _restore(self, offset: mx.array) -> None:
+        """Hold rows of ``offset`` tokens, which is read."""
         self.offset = offset
-        lengths: list[int] = offset.tolist()
+        lengths: list[int] = offset.tolist()  # type: ignore[assignment]
         self._longest = max(lengths, default=0)
         self._uniform = len(set(lengths)) <= 1
-        self._restore_bookkeeping(counters)
 
     @classmethod
     def from_state(cls: type[C], state: tuple[Any, ...]) -> C:
         """A cache with the given ``state``."""
-        made = cls._blank()
+        make: Any = cls
+        made: C = make(0, **state[3][0])
         made.state = state
         return made
-
-    @classmethod
-    def _blank(cls: type[C]) -> C:
-        """An empty cache with any settings."""
-        raise NotImplementedError

@@ -1,14 +1,24 @@
 """The hot path of every batch cache: write, read, mask, trim.
 
-A cache here is a storage (dense or quantized), a layout (linear or ring) and
-mask rules, chosen by the subclasses in :mod:`specdec.cache.kinds`. It speaks
+A cache here is a codec (dense or quantized), a layout (linear or a ring) and mask
+rules, chosen by the subclasses in :mod:`specdec.cache.kinds`. It speaks
 mlx-lm's cache protocol, so mlx-lm's own models and generators can use it.
+
+A forward changes the arrays of a cache, and what the host knows (bounds on lengths,
+what a ring can undo). A compiled forward replays the change of the arrays without
+running any Python, so the host's knowledge is updated by hand::
+
+    key = cache.reserve(n)            # room for n tokens; what the graph depends on
+    bare = cache.without_arrays()     # when the graph is traced:
+    twin = bare.holding(arrays, offset, memo)    #   the model writes into this one
+    cache.take(form, arrays, offset, n)     # what the graph computed; the host counts
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+import copy
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Self, TypedDict
 
 import mlx.core as mx
 
@@ -18,6 +28,7 @@ from .capacity import grown_capacity, round_up
 from .memo import Memo
 from .positions import (
     Layout,
+    LinearLayout,
     Rule,
     SlidingRule,
     additive_mask,
@@ -27,15 +38,19 @@ from .positions import (
     visible_slots,
     whole,
 )
-from .storage import Codec, Storage
+from .ring import Ring
+from .storage import Arrays, Codec, DenseCodec, QuantizedCodec, Storage
 
 RowCounts = mx.array | Sequence[int]
 Options = Mapping[str, int | None]
+LINEAR, DENSE = LinearLayout(), DenseCodec()
 
 
 class Settings(TypedDict, total=False):
     """Arguments that every cache takes, see :class:`CacheCore`."""
 
+    bits: int | None
+    group_size: int
     max_length: int | None
     read_bucket: int
     additive_mask: bool
@@ -60,8 +75,12 @@ class CacheCore:
 
     Args:
         batch_size: number of rows.
-        codec, layout, rules: how tokens are stored, in which slots, and what a query
-            may see.
+        ring: what the rows share their slots by; ``None``: each position has its own.
+        rules: what a query may see.
+        bits: 4 or 8 stores keys and values quantized, as they are written; ``None``
+            stores them as they are.
+        group_size: 32, 64 or 128 quantized elements share a scale and a bias. It must
+            divide the head size.
         max_length: most positions a row can ever hold, when that is known;
             capacity never passes it.
         read_bucket: columns handed to attention are rounded up to a multiple of
@@ -84,9 +103,10 @@ class CacheCore:
         self,
         batch_size: int,
         *,
-        codec: Codec,
-        layout: Layout,
+        ring: Ring | None = None,
         rules: tuple[Rule, ...] = (),
+        bits: int | None = None,
+        group_size: int = 64,
         max_length: int | None = None,
         read_bucket: int = 1,
         additive_mask: bool = False,
@@ -99,7 +119,7 @@ class CacheCore:
         at_least("read_bucket", read_bucket, 1)
         if max_length is not None:
             at_least("max_length", max_length, 1)
-        self.layout = layout
+        self.ring = ring
         self.rules = rules
         self.max_length = max_length
         self.read_bucket = read_bucket
@@ -107,9 +127,11 @@ class CacheCore:
         if unpacks is None:
             unpacks = defaults().unpacks
         self.unpacks = unpacks
+        codec: Codec = DENSE if bits is None else QuantizedCodec(bits, group_size)
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {
             **(options or {}),
+            **codec.options,
             "max_length": max_length,
             "read_bucket": read_bucket,
             "additive_mask": additive_mask,
@@ -152,15 +174,50 @@ class CacheCore:
     @property
     def unpacked_nbytes(self) -> int:
         """Bytes of dense copies of all slots, where attention gets unpacked ones."""
-        return 0
+        arrays = self._storage.arrays
+        if arrays is None or not (self.unpacks and self.packing):
+            return 0
+        packed = sum(a.nbytes for a in arrays if a.dtype == mx.uint32)
+        return packed * 8 // self.packing["bits"] * arrays[-1].itemsize
+
+    @property
+    def packing(self) -> dict[str, int]:
+        """How keys and values are packed: ``bits`` and ``group_size``, or nothing."""
+        return self._storage.codec.options
+
+    @property
+    def bits(self) -> int:
+        """Bits per stored key or value element.
+
+        mlx-lm's attention recognises a cache with packed elements by this attribute.
+
+        Raises:
+            AttributeError: this cache hands out dense ones; see :attr:`packing`.
+        """
+        if self.unpacks or not self.packing:
+            raise AttributeError(f"this {type(self).__name__} returns dense keys")
+        return self.packing["bits"]
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share one scale and bias; as :attr:`bits`."""
+        if not self.packing:
+            raise AttributeError(f"this {type(self).__name__} is not quantized")
+        return self.packing["group_size"]
+
+    @property
+    def layout(self) -> Layout:
+        """Which slot holds which position."""
+        return LINEAR if self.ring is None else self.ring.layout
 
     def empty(self) -> bool:
         """Whether nothing is allocated: never written, or no rows left."""
         return self._storage.arrays is None
 
     def size(self) -> int:
-        """Tokens kept by the longest row (reads ``offset`` unless the host knows)."""
-        return self._measure_longest()
+        """Tokens held for the longest row (reads ``offset`` unless the host knows)."""
+        longest = self._measure_longest()
+        return longest if self.ring is None else min(longest, self.ring.size)
 
     def _measure_longest(self) -> int:
         if not self._uniform:
@@ -189,9 +246,11 @@ class CacheCore:
 
     def _longest_after(self, num_tokens: int) -> int:
         """Upper bound on the longest row once ``num_tokens`` are written."""
-        longest = self._longest + num_tokens
-        if self._slots_needed(longest) > max(self.capacity, 1):
-            # The bound is loose after per-sequence trims; look before growing.
+        longest, ring = self._longest + num_tokens, self.ring
+        grows = self._slots_needed(longest) > max(self.capacity, 1)
+        if grows or (ring is not None and not ring.takes(num_tokens, longest)):
+            # The bound is loose after per-sequence trims; look before growing, or
+            # refusing what a short row can take.
             longest = self._measure_longest() + num_tokens
         return longest
 
@@ -244,17 +303,27 @@ class CacheCore:
             raise CacheError(
                 f"{rows} rows were written to a cache of {self.batch_size}"
             )
-        longest = self._longest_after(num_tokens)
-        self._check_write(num_tokens, longest)
         updates = self._storage.codec.encode(keys, values)
-        capacity = self._capacity_for(longest)
+        longest, capacity = self._make_room(num_tokens)
         if self.empty():  # so all rows start in slot 0
             self._storage.write_first(updates, capacity)
         else:
-            self._storage.grow(capacity)
             self._storage.write(updates, self._next_slots(num_tokens))
         self._advance(num_tokens, longest)
         return self._read(self._extent(longest, capacity, num_tokens))
+
+    def _make_room(self, num_tokens: int) -> tuple[int, int]:
+        """Grow for a write; the longest row after it, and slots per row.
+
+        Raises:
+            CacheError: the rows do not fit ``max_length`` or the ring.
+        """
+        longest = self._longest_after(num_tokens)
+        if self.ring is not None:
+            self.ring.check(num_tokens, longest)
+        capacity = self._capacity_for(longest)
+        self._storage.grow(capacity)
+        return longest, capacity
 
     def _next_slots(self, num_tokens: int) -> mx.array:
         """Slots of the next ``num_tokens`` tokens of every row, (B, num_tokens)."""
@@ -291,11 +360,14 @@ class CacheCore:
             tuple(valid),
             lambda: unfused(mx.add, offset, mx.array(valid)),
         )
-        self._note_trim(num_tokens - min(valid, default=num_tokens))
+        if self.ring is not None:
+            self.ring.trim(num_tokens - min(valid, default=num_tokens))
 
     def _count(self, num_tokens: int, longest: int) -> None:
         """Note a write of ``num_tokens`` tokens, on the host."""
         self._longest, self._last_write = longest, (num_tokens, longest)
+        if self.ring is not None:
+            self.ring.write(num_tokens, longest)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What attention reads, without writing (layers that share keys use it)."""
@@ -326,7 +398,8 @@ class CacheCore:
 
     def _read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` columns, as attention takes them."""
-        return self._storage.read(extent)
+        codec, arrays = self._storage.codec, self._storage.read(extent)
+        return codec.dense(arrays) if self.unpacks else codec.present(arrays)
 
     def make_mask(
         self,
@@ -381,7 +454,34 @@ class CacheCore:
         return tuple(r for r in rules if longest is None or r.span < longest)
 
     def resize(self, max_write: int) -> None:
-        """Prepare for writes of up to ``max_write`` tokens: a ring moves its slots."""
+        """Prepare for writes of up to ``max_write`` tokens.
+
+        A ring moves its slots with one gather. Shrinking after prefill returns memory;
+        only the newest ``keep + window + max_write - 1`` positions stay.
+
+        Raises:
+            CacheError: ``max_write`` is less than 1.
+        """
+        ring = self.ring
+        if ring is None or at_least("max_write", max_write, 1) == ring.max_write:
+            return
+        longest = self._measure_longest()
+        old, old_capacity = ring.layout, self.capacity
+        ring.resize(max_write, longest)
+        self._options["max_write"] = max_write
+        if self.empty():
+            return
+        capacity = grown_capacity(self._slots_needed(longest), self._limit())
+        offset, layout = self.offset, ring.layout
+
+        def sources() -> mx.array:
+            held = layout.held(capacity, offset - 1)
+            return mx.minimum(old.slots(mx.maximum(held, 0)), old_capacity - 1)
+
+        params = (capacity, old_capacity)
+        self._storage.take_slots(
+            self._memo.get(("relay", old, layout), (offset,), params, sources)
+        )
 
     def checkpoint(self) -> None:
         """Let the next trim take back all that is written from now on."""
@@ -389,8 +489,8 @@ class CacheCore:
     # -- trimming ----------------------------------------------------------
 
     def is_trimmable(self) -> bool:
-        """Whether kept tokens can be taken back (rings: up to a bound)."""
-        return True
+        """Whether any token can be taken back now (rings: up to a bound)."""
+        return self.ring is None or self.ring.budget != 0
 
     def trim(self, n: int) -> int:
         """Take back the last ``n`` tokens of every row (all tokens of a shorter row).
@@ -423,7 +523,8 @@ class CacheCore:
         if isinstance(n, mx.array):
             # An unsigned count would make the offsets 64 bits wide.
             counts = n if n.dtype == mx.int32 else n.astype(mx.int32)
-            if at_most is None and self._trim_budget() is not None:
+            bounded = self.ring is not None and self.ring.budget is not None
+            if at_most is None and bounded:
                 at_most = int(n.max()) if n.size else 0
         else:
             values = [whole("a count of tokens to trim", v) for v in n]
@@ -437,7 +538,8 @@ class CacheCore:
                 f"trim_per_sequence got shape {tuple(counts.shape)}: "
                 f"it must be ({self.batch_size},), one count per row"
             )
-        self._note_trim(at_most)
+        if self.ring is not None:
+            self.ring.trim(at_most)
         offset = self.offset
         self.offset = self._memo.get(
             "trim", (offset, counts), None, lambda: mx.clip(offset - counts, 0, offset)
@@ -445,14 +547,92 @@ class CacheCore:
         self._longest = max(0, self._longest - fewest)
         self._uniform = self._uniform and fewest == at_most
 
-    # Rings override these three: a linear cache can undo everything.
+    # -- compiled forwards ---------------------------------------------------
 
-    def _check_write(self, num_tokens: int, longest: int) -> None:
-        """Refuse a write that would destroy what its own queries see."""
+    def fits(self, num_tokens: int) -> bool:
+        """Whether every row has room for ``num_tokens`` more within ``max_length``.
 
-    def _trim_budget(self) -> int | None:
-        """Tokens per row that can be taken back now; ``None``: all of them."""
-        return None
+        Waits for the device only if the host's bounds on lengths are not enough.
+        """
+        limit = self.max_length
+        if limit is None or self._longest + num_tokens <= limit:
+            return True
+        return self._measure_longest() + num_tokens <= limit
 
-    def _note_trim(self, at_most: int | None) -> None:
-        """Account for a trim of up to ``at_most`` tokens, or refuse it."""
+    def reserve(self, num_tokens: int) -> Hashable:
+        """Make room for a write of ``num_tokens`` tokens per row.
+
+        Returns:
+            A key of all that the graph of the write, its mask and attention's reads
+            depends on, besides the arrays' heads and types. ``None`` when it cannot be
+            known (nothing is stored yet, or padding is announced), or differs for every
+            length.
+
+        Raises:
+            CacheError: the rows do not fit ``max_length`` or the ring.
+        """
+        if self.empty() or self._lengths is not None or self._exact(num_tokens):
+            return None
+        longest, capacity = self._make_room(num_tokens)
+        extent = self._extent(longest, capacity, num_tokens)
+        # A mask, or one of its rules, may be left out only where attention reads no
+        # more than the rows hold.
+        bound = longest if extent == longest else None
+        codec = self._storage.codec
+        return type(self), codec, self.layout, capacity, extent, bound, self._uniform
+
+    @property
+    def arrays(self) -> Arrays:
+        """The stored keys and values, (B, kv_heads, capacity, features) each."""
+        assert self._storage.arrays is not None
+        return self._storage.arrays
+
+    def given(self) -> tuple[Hashable, Arrays]:
+        """The inputs of a graph of the next write: their form, and the arrays."""
+        return None, self.arrays
+
+    def left(self) -> tuple[Any, Arrays]:
+        """The outputs of that graph for :meth:`take`: their form, and the arrays."""
+        return None, self.arrays
+
+    def without_arrays(self) -> Self:
+        """A copy of this cache that holds no arrays, only what the host knows."""
+        bare = copy.copy(self)
+        bare._storage, bare._memo = Storage(self._storage.codec), Memo()
+        bare.ring = copy.copy(self.ring)
+        del bare.offset
+        return bare
+
+    def holding(self, arrays: Arrays, offset: mx.array, memo: Memo) -> Self:
+        """A cache like this one that holds the given arrays."""
+        twin = copy.copy(self)
+        twin._storage, twin._memo = Storage(self._storage.codec, arrays), memo
+        twin.ring = copy.copy(self.ring)
+        twin.offset = offset
+        return twin
+
+    def take(
+        self,
+        form: Any,
+        arrays: Arrays,
+        offset: mx.array,
+        num_tokens: int,
+        taken_back: int = 0,
+    ) -> None:
+        """Hold the result of a write of ``num_tokens`` tokens, after :meth:`reserve`.
+
+        Args:
+            form, arrays: what :meth:`left` returned for the cache that was written.
+            offset: tokens kept by every row now, shape (B,).
+            taken_back: how many of those tokens every row has lost again.
+
+        Raises:
+            CacheError: that is more than a ring can take back.
+        """
+        self._storage.arrays = arrays
+        self.offset = offset
+        self._count(num_tokens, self._longest + num_tokens)
+        if taken_back:
+            if self.ring is not None:
+                self.ring.trim(taken_back)
+            self._longest -= taken_back

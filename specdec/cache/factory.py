@@ -17,18 +17,10 @@ from ..utils.printable import first_line
 from .batch import BatchCache
 from .columns import counts_columns
 from .core import Settings
-from .kinds import (
-    BatchChunkedKVCache,
-    BatchKVCache,
-    BatchQuantizedChunkedKVCache,
-    BatchQuantizedKVCache,
-    BatchQuantizedRotatingKVCache,
-    BatchRotatingKVCache,
-)
+from .kinds import BatchChunkedKVCache, BatchKVCache, BatchRotatingKVCache
 from .members import BatchCacheList
 from .memo import Memo
 from .positions import at_least, whole
-from .quantized import Dense, Quantized
 from .recurrent import BatchRecurrentCache
 from .storage import GroupSizeError, QuantizedCodec
 
@@ -137,36 +129,24 @@ def _make(
             single_stays=options.single_stays,
             **settings,
         )
-    now = options.kv_bits is not None and options.quantized_kv_start == 0
-    stored: dict[str, Any] = {}
     if isinstance(cache, mlx_lm_cache.QuantizedKVCache):
-        stored = {"bits": cache.bits, "group_size": cache.group_size}
-    elif now:
-        stored = {"bits": options.kv_bits, "group_size": options.kv_group_size}
+        settings = {**settings, "bits": cache.bits, "group_size": cache.group_size}
+    elif options.kv_bits is not None and options.quantized_kv_start == 0:
+        bits, group_size = options.kv_bits, options.kv_group_size
+        settings = {**settings, "bits": bits, "group_size": group_size}
+    most = options.max_write
     if isinstance(cache, mlx_lm_cache.ChunkedKVCache):
-        chunked = BatchQuantizedChunkedKVCache if stored else BatchChunkedKVCache
-        return chunked(
-            batch_size,
-            chunk_size=cache.chunk_size,
-            max_write=options.max_write,
-            **stored,
-            **settings,
+        return BatchChunkedKVCache(
+            batch_size, chunk_size=cache.chunk_size, max_write=most, **settings
         )
     if isinstance(cache, mlx_lm_cache.RotatingKVCache):
-        bounds = cache.max_size, cache.keep
+        size, keep = cache.max_size, cache.keep
     elif options.max_kv_size is not None:
-        bounds = options.max_kv_size, MAX_KV_SIZE_KEEP
+        size, keep = options.max_kv_size, MAX_KV_SIZE_KEEP
     else:
-        linear = BatchQuantizedKVCache if stored else BatchKVCache
-        return linear(batch_size, **stored, **settings)
-    rotating = BatchQuantizedRotatingKVCache if stored else BatchRotatingKVCache
-    return rotating(
-        batch_size,
-        max_size=bounds[0],
-        keep=bounds[1],
-        max_write=options.max_write,
-        **stored,
-        **settings,
+        return BatchKVCache(batch_size, **settings)
+    return BatchRotatingKVCache(
+        batch_size, max_size=size, keep=keep, max_write=most, **settings
     )
 
 
@@ -358,7 +338,7 @@ def _like(cache: Any, other: Any) -> Any:
     """``cache``, quantized if ``other`` is."""
     if isinstance(cache, BatchCacheList):
         return BatchCacheList(*map(_like, cache.caches, other.caches))
-    if isinstance(cache, Dense) and isinstance(other, Quantized):
+    if cache.is_dense and other.packing:
         return cache.to_quantized(**other.packing)
     return cache
 
@@ -373,7 +353,7 @@ def _is_dense(cache: LayerCache, options: CacheOptions) -> bool:
     if isinstance(cache, BatchCacheList):
         packed = cache.caches[: _to_pack(cache, options)]
         return any(_is_dense(c, options) for c in packed)
-    return isinstance(cache, Dense)
+    return cache.is_dense
 
 
 def _quantized(cache: Any, options: CacheOptions) -> Any:

@@ -190,7 +190,8 @@ def whole(name: str, value: Any) -> int:
         raise CacheError(f"{name} is {value!r}: it must be a whole number") from None
 
 
-def at_least(name: str, value: int, low: int) -> None:
-    """Raise :class:`CacheError` unless ``value`` is whole and ``low`` or more."""
+def at_least(name: str, value: int, low: int) -> int:
+    """``value``; :class:`CacheError` unless it is whole and ``low`` or more."""
     if whole(name, value) < low:
         raise CacheError(f"{name} is {value}: it must be {low} or more")
+    return value

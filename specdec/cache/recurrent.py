@@ -16,7 +16,7 @@ needs is held until the next write. No state is kept for any position.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
@@ -25,7 +25,7 @@ from ..errors import CacheError
 from .batch import BatchCache
 from .core import RowCounts, Settings
 from .memo import Memo
-from .positions import LinearLayout, whole
+from .positions import whole
 from .storage import Arrays, DenseCodec, Index, Storage, placed
 
 Kept = Sequence[int] | mx.array
@@ -140,8 +140,6 @@ class BatchRecurrentCache(BatchCache):
         settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
-    single: ClassVar[Any] = mlx_lm_cache.ArraysCache
-
     def __init__(
         self,
         batch_size: int = 1,
@@ -152,8 +150,6 @@ class BatchRecurrentCache(BatchCache):
     ):
         super().__init__(
             batch_size,
-            codec=DenseCodec(),
-            layout=LinearLayout(),
             options={"size": whole("size", size), "single_stays": single_stays},
             **settings,
         )
@@ -496,7 +492,7 @@ class BatchRecurrentCache(BatchCache):
         if not 0 <= whole("a row", idx) < self.batch_size:
             raise CacheError(f"extract got row {idx}: the batch has {self.batch_size}")
         self._settle()
-        made = self.single(self.num_states)
+        made: Any = mlx_lm_cache.ArraysCache(self.num_states)
         lengths: list[int] = self.offset.tolist()  # type: ignore[assignment]
         if not self.empty() and lengths[idx]:
             made.cache = list(self.states_of(idx))
@@ -526,20 +522,19 @@ class BatchRecurrentCache(BatchCache):
         self._longest, self._uniform = length, True
 
     @classmethod
-    def _like_single(cls, cache: Any) -> Self:
-        return cls(1, size=len(cache.cache))
-
-    @classmethod
     def _from_single(cls, cache: Any) -> Self:
-        made = cls._like_single(cache)
+        if not isinstance(cache, mlx_lm_cache.ArraysCache):
+            return super()._from_single(cache)
+        made = cls(1, size=len(cache.cache))
         if not cache.empty():
             # mlx-lm's class does not know how many tokens are in it: one or more.
-            made._fill_row(tuple(cache.cache), (), 1)
+            made._fill_row(tuple(cache.cache), (), 1)  # type: ignore[arg-type]
         return made
 
-    @classmethod
-    def _blank(cls) -> Self:
-        return cls(0)
+    @property
+    def is_dense(self) -> bool:
+        """States are never packed."""
+        return False
 
     @property
     def nbytes(self) -> int:
@@ -554,21 +549,16 @@ class BatchRecurrentCache(BatchCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(states, offset, options): all of the cache."""
+        """All of the cache: states, offset and options."""
         self._settle()
-        return self._slots, self.offset, [*self._options.values()]
+        return self._slots, None, self.offset, ({**self._options}, [])
 
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
-        slots, offset, plain = v
-        options = dict(zip(self._options, plain, strict=True))
-        restart: Any = type(self).__init__
-        restart(self, 0, memo=self._memo, **options)
+        slots, _, offset, (options, _) = v
+        vars(self).update(vars(self._like(0, **options)))
         self._store(slots)
-        self.offset = offset
-        lengths: list[int] = offset.tolist()
-        self._longest = max(lengths, default=0)
-        self._uniform = len(set(lengths)) <= 1
+        self._restore(offset)
 
 
 def _arrays(slots: Slots) -> Arrays:

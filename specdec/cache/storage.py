@@ -36,6 +36,9 @@ class Codec(Protocol):
     def present(self, arrays: Arrays) -> tuple[Any, Any]:
         """Keys and values as mlx-lm's attention takes them."""
 
+    def dense(self, arrays: Arrays) -> tuple[mx.array, mx.array]:
+        """Keys and values as :meth:`encode` takes them."""
+
     def collect(self, keys: Any, values: Any) -> Arrays:
         """The inverse of :meth:`present`."""
 
@@ -53,6 +56,8 @@ class DenseCodec:
 
     def present(self, arrays: Arrays) -> tuple[Any, Any]:
         return arrays[0], arrays[1]
+
+    dense = present
 
     def collect(self, keys: Any, values: Any) -> Arrays:
         return keys, values
@@ -111,6 +116,9 @@ class QuantizedCodec:
 
     def present(self, arrays: Arrays) -> tuple[Any, Any]:
         return arrays[:3], arrays[3:]
+
+    def dense(self, arrays: Arrays) -> tuple[mx.array, mx.array]:
+        return self.unpack(arrays[:3]), self.unpack(arrays[3:])
 
     def collect(self, keys: Any, values: Any) -> Arrays:
         return tuple(keys) + tuple(values)
@@ -207,12 +215,12 @@ class Storage:
         """Allocate ``capacity`` slots or more; the first of them hold ``updates``."""
         self.arrays = _widened(updates, max(capacity, self.least))
 
-    def read(self, extent: int) -> tuple[Any, Any]:
-        """The first ``extent`` slots, as attention takes them."""
+    def read(self, extent: int) -> Arrays:
+        """The first ``extent`` slots."""
         assert self.arrays is not None
         if extent == self.capacity:
-            return self.codec.present(self.arrays)
-        return self.codec.present(tuple(a[:, :, :extent] for a in self.arrays))
+            return self.arrays
+        return tuple(a[:, :, :extent] for a in self.arrays)
 
     def blank(self, rows: int) -> Storage:
         """A storage of the same kind and size, with ``rows`` rows of zeros."""

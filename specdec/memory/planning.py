@@ -22,7 +22,6 @@ from ..cache import (
     BatchCache,
     BatchRecurrentCache,
     CacheOptions,
-    RingCache,
     check_caches,
     make_batch_caches,
     members,
@@ -193,11 +192,9 @@ def _cache_geometry(cache: BatchCache) -> CacheGeometry:
         states = sum(array.nbytes for array in cache.arrays)
         return CacheGeometry(slot_bytes=0, state_bytes=states, held_bytes=held)
     slot_bytes = _per_slot(cache, cache.nbytes)
-    if isinstance(cache, RingCache):
-        return CacheGeometry(
-            slot_bytes=slot_bytes, window=cache.window, keep=cache.keep
-        )
-    return CacheGeometry(slot_bytes=slot_bytes)
+    if (ring := cache.ring) is None:
+        return CacheGeometry(slot_bytes=slot_bytes)
+    return CacheGeometry(slot_bytes=slot_bytes, window=ring.window, keep=ring.keep)
 
 
 def _per_slot(cache: BatchCache, nbytes: int) -> int:
@@ -210,7 +207,7 @@ def _copied_bytes(caches: Sequence[BatchCache]) -> int:
     Kernels need one layer's columns contiguous. Where columns are unpacked, the
     unpacked columns of several layers are held.
     """
-    packed = [c for c in caches if hasattr(c, "packing")]
+    packed = [c for c in caches if c.packing]
     unpacked = sorted(_per_slot(c, c.unpacked_nbytes) for c in caches)
     copy = max((_per_slot(c, c.nbytes) for c in packed), default=0)
     return copy + sum(unpacked[-UNDER_WAY:])

@@ -17,13 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cache import (
-    BatchCache,
-    BatchCacheList,
-    BatchRecurrentCache,
-    RingCache,
-    members,
-)
+from ..cache import BatchCache, BatchCacheList, BatchRecurrentCache, members
+from ..cache.ring import Ring
 from ..cache.storage import Arrays
 from .entries import Kind, Plan
 from .files import DamagedError, tensors
@@ -62,13 +57,15 @@ class Piece:
 
 def linear_caches(caches: Sequence[Any]) -> list[BatchCache]:
     """The caches that keep every column."""
-    others = RingCache | BatchRecurrentCache
-    return [c for c in members(caches) if not isinstance(c, others)]
+    recurrent = BatchRecurrentCache
+    return [
+        c for c in members(caches) if c.ring is None and not isinstance(c, recurrent)
+    ]
 
 
-def ring_caches(caches: Sequence[Any]) -> list[RingCache]:
+def ring_caches(caches: Sequence[Any]) -> list[tuple[Ring, BatchCache]]:
     """The caches that keep a window."""
-    return [c for c in members(caches) if isinstance(c, RingCache)]
+    return [(c.ring, c) for c in members(caches) if c.ring is not None]
 
 
 def recurrent_caches(caches: Sequence[Any]) -> list[BatchRecurrentCache]:
@@ -108,8 +105,8 @@ class Form:
         return cls(
             tuple(map(_arrays_of, linear_caches(caches))),
             tuple(
-                (ring.keep, ring.window, _arrays_of(ring))
-                for ring in ring_caches(caches)
+                (ring.keep, ring.window, _arrays_of(cache))
+                for ring, cache in ring_caches(caches)
             ),
             tuple(
                 tuple((a.shape[1:], a.dtype) for a in cache.arrays)
@@ -175,8 +172,8 @@ def cut(
         arrays = [c.columns(row, block) for c in linear_caches(caches)]
     else:
         arrays = [
-            c.columns(row, ring_positions(c.keep, c.window, end, slack))
-            for c in ring_caches(caches)
+            c.columns(row, ring_positions(ring.keep, ring.window, end, slack))
+            for ring, c in ring_caches(caches)
         ]
         arrays += [
             c.states_before(row) if before else c.states_of(row)
@@ -190,7 +187,7 @@ def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
     """Caches like ``caches`` with a row for each plan, holding what it restores."""
     # Indices of the caches of one kind, in the order in which pieces hold them.
     order = {id(c): i for i, c in enumerate(linear_caches(caches))}
-    ends = [*ring_caches(caches), *recurrent_caches(caches)]
+    ends = [c for _, c in ring_caches(caches)] + recurrent_caches(caches)
     order |= {id(c): i for i, c in enumerate(ends)}
 
     def made(cache: Any) -> Any:
@@ -210,7 +207,8 @@ def _row(
     """Columns of cache ``index``, their positions, and the row's length."""
     if plan.length == 0:
         return None
-    if not isinstance(cache, RingCache | BatchRecurrentCache):
+    ring = cache.ring
+    if ring is None and not isinstance(cache, BatchRecurrentCache):
         columns = [
             tuple(a[:, :, : plan.length - block.start] for a in block.arrays[index])
             for block in plan.blocks
@@ -220,9 +218,9 @@ def _row(
         return joined, range(plan.length), plan.length
     piece = plan.ring
     assert piece is not None
-    if isinstance(cache, BatchRecurrentCache):
+    if ring is None:
         return piece.arrays[index], (), plan.length
-    positions = ring_positions(cache.keep, cache.window, piece.end, piece.slack)
+    positions = ring_positions(ring.keep, ring.window, piece.end, piece.slack)
     held = [p for p in positions if p < plan.length]  # ascending
     arrays = tuple(a[:, :, : len(held)] for a in piece.arrays[index])
     return arrays, held, plan.length

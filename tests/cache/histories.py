@@ -21,11 +21,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from specdec.cache import (
     BatchChunkedKVCache,
     BatchKVCache,
-    BatchQuantizedChunkedKVCache,
-    BatchQuantizedKVCache,
-    BatchQuantizedRotatingKVCache,
     BatchRotatingKVCache,
-    RingCache,
 )
 from specdec.errors import CacheError
 
@@ -101,21 +97,19 @@ def packed(bits: int) -> dict[str, Any]:
 
 KINDS = [
     Kind("linear", BatchKVCache, full),
-    Kind("linear-8bit", lambda b, **s: BatchQuantizedKVCache(b, **packed(8), **s),
+    Kind("linear-8bit", lambda b, **s: BatchKVCache(b, **packed(8), **s),
          full, bits=8),
     Kind("ring", lambda b, **s: BatchRotatingKVCache(b, max_size=5, **s),
          sliding(5, 0), window=5),
     Kind("ring-keep", lambda b, **s: BatchRotatingKVCache(b, max_size=6, keep=2, **s),
          sliding(4, 2), window=4, keep=2),
     Kind("ring-4bit",
-         lambda b, **s: BatchQuantizedRotatingKVCache(
-             b, max_size=6, keep=1, **packed(4), **s),
+         lambda b, **s: BatchRotatingKVCache(b, max_size=6, keep=1, **packed(4), **s),
          sliding(5, 1), bits=4, window=5, keep=1),
     Kind("chunked", lambda b, **s: BatchChunkedKVCache(b, chunk_size=4, **s),
          chunked(4), window=4),
     Kind("chunked-8bit",
-         lambda b, **s: BatchQuantizedChunkedKVCache(
-             b, chunk_size=4, **packed(8), **s),
+         lambda b, **s: BatchChunkedKVCache(b, chunk_size=4, **packed(8), **s),
          chunked(4), bits=8, window=4),
 ]  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -309,12 +303,11 @@ class History:
             assert type(part) is self.cache.single
             assert part.offset == len(row)
         made = type(self.cache).merge(parts)
-        if isinstance(made, RingCache):
-            made.resize(self.max_write)
+        made.resize(self.max_write)
         self.cache, self.undoable = made, 0
 
     def resize(self) -> None:
-        if isinstance(self.cache, RingCache):
+        if self.kind.window is not None:
             self.max_write = self.choices.integer(1, 5)
             self.cache.resize(self.max_write)
             self.undoable = 0

@@ -17,7 +17,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from specdec.cache import (
     BatchCacheList,
-    BatchQuantizedKVCache,
+    BatchKVCache,
     CacheOptions,
     check_caches,
     extend_caches,
@@ -97,8 +97,8 @@ def test_settings_reach_the_caches() -> None:
     )
     full, ring, chunked, quantized, several = make_batch_caches(model, 2, OPTIONS)
     assert (full.max_length, full.read_bucket, full.batch_size) == (500, 4, 2)
-    assert (ring.window, ring.keep, ring.max_write) == (29, 3, 16)
-    assert (chunked.window, chunked.max_write) == (64, 16)
+    assert (ring.ring.window, ring.ring.keep, ring.ring.max_write) == (29, 3, 16)
+    assert (chunked.ring.window, chunked.ring.max_write) == (64, 16)
     assert quantized.packing == {"bits": 4, "group_size": 32}
     assert [type(c).__name__ for c in several.caches] == [LINEAR, LINEAR]
     assert full.offset is ring.offset is several.offset
@@ -112,12 +112,7 @@ def test_kv_bits_from_the_start() -> None:
         mlx_lm_cache.ChunkedKVCache(64),
         mlx_lm_cache.QuantizedKVCache(group_size=64, bits=8),
     )
-    assert names(model, options) == [
-        "BatchQuantizedKVCache",
-        "BatchQuantizedRotatingKVCache",
-        "BatchQuantizedChunkedKVCache",
-        "BatchQuantizedKVCache",
-    ]
+    assert names(model, options) == [LINEAR, RING, "BatchChunkedKVCache", LINEAR]
     made = make_batch_caches(model, 2, options)
     assert [tuple(c.packing.values()) for c in made] == [(4, 32)] * 3 + [(8, 64)]
 
@@ -164,7 +159,7 @@ def test_rows_join_whichever_side_is_quantized(late: str) -> None:
     batch = sides["batch"]
     extend_caches(batch, sides["newcomer"])
     members = [*batch[:2], *batch[2].caches]
-    assert {hasattr(c, "packing") for c in members} == {late != "both"}
+    assert {bool(c.packing) for c in members} == {late != "both"}
     assert {tuple(c.offset.tolist()) for c in members} == {
         {
             "batch": (3, 3, 6, 6),
@@ -182,8 +177,8 @@ def test_max_kv_size_bounds_full_layers() -> None:
     options = CacheOptions(max_write=4, max_kv_size=20)
     model = Asking(mlx_lm_cache.KVCache(), mlx_lm_cache.RotatingKVCache(8))
     bounded, own = make_batch_caches(model, 1, options)
-    assert (bounded.window, bounded.keep) == (16, 4)
-    assert (own.window, own.keep) == (8, 0)
+    assert (bounded.ring.window, bounded.ring.keep) == (16, 4)
+    assert (own.ring.window, own.ring.keep) == (8, 0)
 
 
 class TestRefusals:
@@ -274,7 +269,7 @@ class TestRefusals:
         check_caches(model, "llama", CacheOptions(max_write=4))
 
     def test_keys_and_values_of_different_head_sizes(self) -> None:
-        cache = BatchQuantizedKVCache(1, bits=4, group_size=128)
+        cache = BatchKVCache(1, bits=4, group_size=128)
         keys, values = mx.zeros((1, 1, 2, 192)), mx.zeros((1, 1, 2, 128))
         with pytest.raises(CacheError) as caught:
             cache.update_and_fetch(keys, values)

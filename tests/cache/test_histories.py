@@ -15,7 +15,7 @@ from specdec.cache.batch import BatchCache
 from specdec.cache.core import CacheCore
 from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule
 from specdec.cache.recurrent import BatchRecurrentCache
-from specdec.cache.ring import RingCache
+from specdec.cache.ring import Ring
 from specdec.cache.storage import Storage
 
 from .histories import (
@@ -188,34 +188,34 @@ def padding_kept(patch: Patch) -> None:
 
 
 def budget_one_too_many(patch: Patch) -> None:
-    right = RingCache._trim_budget
+    right: Any = Ring.budget
 
-    def wrong(self: RingCache) -> int | None:
-        budget = right(self)
+    def wrong(self: Ring) -> int | None:
+        budget = right.fget(self)
         return None if budget is None else budget + 1
 
-    patch.setattr(RingCache, "_trim_budget", wrong)
+    patch.setattr(Ring, "budget", property(wrong))
 
 
 def resize_forgets_what_is_gone(patch: Patch) -> None:
-    right = RingCache.resize
+    right = Ring.resize
 
-    def wrong(self: RingCache, max_write: int) -> None:
-        undone = self._undone
-        right(self, max_write)
-        self._undone = min(undone, self._undone)
+    def wrong(self: Ring, max_write: int, longest: int) -> None:
+        undone = self.undone
+        right(self, max_write, longest)
+        self.undone = min(undone, self.undone)
 
-    patch.setattr(RingCache, "resize", wrong)
+    patch.setattr(Ring, "resize", wrong)
 
 
 def merge_forgets_what_is_gone(patch: Patch) -> None:
-    right = RingCache._fill_row
+    right = Ring.fill
 
-    def wrong(self: RingCache, *args: Any) -> None:
-        right(self, *args)
-        self._undone = 0
+    def wrong(self: Ring, positions: Any, length: int) -> None:
+        right(self, positions, length)
+        self.undone = 0
 
-    patch.setattr(RingCache, "_fill_row", wrong)
+    patch.setattr(Ring, "fill", wrong)
 
 
 def write_alters_what_was_handed_out(patch: Patch) -> None:
@@ -257,7 +257,14 @@ def last_rows_placed(patch: Patch) -> None:
 
 
 def placed_rows_undo_as_before(patch: Patch) -> None:
-    patch.setattr(RingCache, "place", BatchCache.place)
+    right = BatchCache.place
+
+    def wrong(self: BatchCache, rows: Any, other: Any) -> None:
+        with patch.context() as place:
+            place.setattr(Ring, "join", lambda self, rings: None)
+            right(self, rows, other)
+
+    patch.setattr(BatchCache, "place", wrong)
 
 
 def reset_of_nobody(patch: Patch) -> None:

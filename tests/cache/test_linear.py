@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 
-from specdec.cache import BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache
+from specdec.cache import BatchKVCache, BatchRotatingKVCache
 from specdec.errors import CacheError
 
 HEADS, DIM = 2, 8
@@ -76,7 +76,7 @@ class TestGrowth:
     def test_from_a_capacity_that_is_no_multiple_of_256(self) -> None:
         cache = BatchKVCache(1)
         x = tokens(1, 300)
-        cache.state = x, -x, mx.array([300], mx.int32), [None, 1, False]
+        cache.state = x, -x, mx.array([300], mx.int32), ({}, [])
         assert cache.capacity == 300
         keys, _ = write(cache, 1)
         assert cache.capacity == 512
@@ -224,7 +224,7 @@ class TestRows:
         with pytest.raises(CacheError, match="cannot join"):
             filled([3]).extend(BatchRotatingKVCache(1, max_size=4))  # type: ignore[arg-type]
         with pytest.raises(CacheError, match="cannot join"):
-            filled([3]).extend(BatchQuantizedKVCache(1))  # type: ignore[arg-type]
+            filled([3]).extend(BatchKVCache(1, bits=8))
 
     def test_rows_must_match(self) -> None:
         x = tokens(3, 1)

@@ -13,7 +13,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from specdec.cache import (
     BatchChunkedKVCache,
     BatchKVCache,
-    BatchQuantizedKVCache,
     BatchRotatingKVCache,
     CacheOptions,
     maybe_quantize,
@@ -56,7 +55,7 @@ def dense(kind: str, rows: int = 2, *, unpacks: bool = False) -> Any:
 )
 def test_size(bits: int, group_size: int, times_smaller: float) -> None:
     x = tokens(2, 256, dim=128, dtype=mx.bfloat16)
-    small = BatchQuantizedKVCache(2, bits=bits, group_size=group_size)
+    small = BatchKVCache(2, bits=bits, group_size=group_size)
     small.update_and_fetch(x, x)
     large = BatchKVCache(2)
     large.update_and_fetch(x, x)
@@ -88,7 +87,7 @@ def test_attention_makes_no_dequantized_copy(queries: int) -> None:
     """Peak memory while attending: packed columns at most (the CPU copies them)."""
     columns, heads, dim = 4096, 8, 128
     x = mx.random.normal((1, heads, columns, dim)).astype(mx.bfloat16)
-    cache = BatchQuantizedKVCache(1, bits=4, group_size=64, unpacks=False)
+    cache = BatchKVCache(1, bits=4, group_size=64, unpacks=False)
     cache.update_and_fetch(x, x)
     cache.trim_per_sequence([queries + 3])
     new = x[:, :, :queries]
@@ -144,7 +143,7 @@ def test_what_is_unpacked_is_what_is_stored(layout: str, queries: int) -> None:
 
 def test_unpacked_keys_go_with_attention_sinks() -> None:
     """mlx-lm refuses sinks where keys are packed."""
-    cache = BatchQuantizedKVCache(1, bits=8, group_size=32, unpacks=True)
+    cache = BatchKVCache(1, bits=8, group_size=32, unpacks=True)
     x = tokens(1, 4)
     k, v = cache.update_and_fetch(x, x)
     heads = k.shape[1]
@@ -159,7 +158,7 @@ def test_linear_exchange_with_mlx_lm() -> None:
     x = tokens(1, 30)
     single: Any = mlx_lm_cache.QuantizedKVCache(group_size=32, bits=4)
     single.update_and_fetch(x, -x)
-    merged = BatchQuantizedKVCache.merge([single, single])
+    merged = BatchKVCache.merge([single, single])
     assert merged.packing == {"bits": 4, "group_size": 32}
     merged.trim_per_sequence([0, 10])
     back = merged.extract(1)
@@ -190,13 +189,13 @@ def test_dense_rows_join_quantized_ones() -> None:
 def test_bits_groups_and_head_sizes_that_cannot_be() -> None:
     for bits in (0, 2, 3, 6, 16):
         with pytest.raises(CacheError, match="4 or 8"):
-            BatchQuantizedKVCache(1, bits=bits)
+            BatchKVCache(1, bits=bits)
     for group_size in (0, 16, 48, 256):
         with pytest.raises(CacheError, match="32, 64 or 128"):
-            BatchQuantizedKVCache(1, group_size=group_size)
+            BatchKVCache(1, bits=8, group_size=group_size)
     x = tokens(1, 2, dim=80)
     with pytest.raises(CacheError, match="its head size 80 cannot be quantized in gr"):
-        BatchQuantizedKVCache(1).update_and_fetch(x, x)
+        BatchKVCache(1, bits=8).update_and_fetch(x, x)
 
 
 class TestMaybeQuantize:

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import pytest
 
 from specdec.backend import BackendDefaults
-from specdec.cache import BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache
+from specdec.cache import BatchKVCache, BatchRotatingKVCache
 from specdec.models import LoadedModel
 from specdec.models.runner import ModelRows
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
@@ -250,7 +250,7 @@ def test_without_cleaning_the_row_is_lost(
     "make",
     [
         BatchKVCache,
-        lambda rows: BatchQuantizedKVCache(rows, bits=8, group_size=32),
+        lambda rows: BatchKVCache(rows, bits=8, group_size=32),
         lambda rows: BatchRotatingKVCache(rows, max_size=6, max_write=4),
     ],
 )
@@ -281,7 +281,7 @@ def test_cleaning_touches_no_other_row_and_no_kept_token(
     mask = cache.make_mask(1, return_array=True)
     new = written[:, :, 12:13]
     found, wanted = (each.update_and_fetch(new, new) for each in (cache, other))
-    if isinstance(cache, BatchQuantizedKVCache):
+    if cache.packing:
         found, wanted = (
             [mx.dequantize(w, s, b, group_size=32, bits=8) for w, s, b in each]
             for each in (found, wanted)
