@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gated_delta, qwen3_5, qwen3_next
+from mlx_lm.models import gated_delta
+from mlx_lm.models.activations import precise_swiglu
 
 from . import gated_delta_source as text
 from .kernels import cuda_kernel
@@ -284,7 +285,7 @@ def reference(
         valid = mx.arange(new.shape[1]) < lengths[:, None]
     found, after = rule(q, k, v, decay, beta, state, valid)
     normed = mx.fast.rms_norm(found, weights.norm, form.eps)
-    y = qwen3_next.precise_swiglu(found, z, normed).reshape(*new.shape[:2], -1)
+    y = precise_swiglu(found, z, normed).reshape(*new.shape[:2], -1)
     if valid is not None:
         y = mx.where(valid[..., None], y, 0)
     gates = mx.stack([decay, beta.astype(mx.float32)], axis=-1)
@@ -322,17 +323,21 @@ def _convolved(form: Form, weights: Weights, joined: mx.array) -> list[mx.array]
 
 # -- layers ------------------------------------------------------------------
 
-#: Classes of layers, and whether their projections are grouped.
-LAYERS: dict[type, bool] = {
-    qwen3_5.GatedDeltaNet: False,
-    qwen3_next.Qwen3NextGatedDeltaNet: True,
+# By name, so that only models that have them import their modules.
+_LAYERS = {
+    ("mlx_lm.models.qwen3_5", "GatedDeltaNet"),
+    ("mlx_lm.models.qwen3_next", "Qwen3NextGatedDeltaNet"),
 }
+
+
+def is_layer(kind: type) -> bool:
+    """Whether a class, or one that it derives from, is of mlx-lm's layers above."""
+    return any((k.__module__, k.__name__) in _LAYERS for k in kind.__mro__)
 
 
 def form_of(layer: Any) -> Form | None:
     """The form of a layer; ``None``: the layer is of another kind."""
-    kinds = [kind for kind in type(layer).__mro__ if kind in LAYERS]
-    if not kinds or "bias" in layer.conv1d:
+    if not is_layer(type(layer)) or "bias" in layer.conv1d:
         return None
     weights = weights_of(layer)
     form = Form(
@@ -343,7 +348,7 @@ def form_of(layer: Any) -> Form | None:
         value_size=layer.head_v_dim,
         kernel_size=layer.conv_kernel_size,
         eps=layer.norm.eps,
-        grouped=LAYERS[kinds[0]],
+        grouped="in_proj_qkvz" in layer,
         types=(weights.a_log.dtype, weights.dt_bias.dtype, weights.norm.dtype),
     )
     shape = (form.channels, form.kernel_size, 1)
@@ -358,7 +363,7 @@ def weights_of(layer: Any) -> Weights:
 
 def projected(layer: Any, hidden: mx.array) -> Inputs:
     """The outputs of the projections of a layer that has a form."""
-    if isinstance(layer, qwen3_next.Qwen3NextGatedDeltaNet):
+    if "in_proj_qkvz" in layer:
         x, b = layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden)
         return Inputs(x, x, b, b)
     return Inputs(
@@ -398,7 +403,7 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """A proof for each form of layers that the model has."""
     modules: list[tuple[str, Any]] = model.named_modules()
     forms = dict.fromkeys(
-        form_of(module) for _, module in modules if type(module) in LAYERS
+        form_of(module) for _, module in modules if is_layer(type(module))
     )
     return [partial(proven, form) for form in forms if form is not None]
 

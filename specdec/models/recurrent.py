@@ -511,7 +511,7 @@ def _code(kind: type) -> str:
 def _recurrent(kind: type) -> type:
     """A subclass of a layer's class that hands its calls to the cache."""
     signature = inspect.signature(kind.__call__)
-    call = _Scan if kind in gated_delta.LAYERS else _Call
+    call = _Scan if gated_delta.is_layer(kind) else _Call
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)

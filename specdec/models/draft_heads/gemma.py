@@ -13,13 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3 import MLP
 
 from ...errors import UnsupportedModelError
 from .block import BlockConfig, BlockHead, block_values
 from .config import LayerSizes, Published
 from .head import DraftHead
-from .layers import HeadAttention, HeadLayer
+from .layers import MLP, HeadAttention, HeadLayer
 
 #: What Gemma's configurations call their activation.
 ACTIVATION = "gelu_pytorch_tanh"

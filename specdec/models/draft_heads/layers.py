@@ -7,11 +7,29 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .config import LayerSizes
+
+
+class MLP(nn.Module):
+    """Two projections, one of them a gate, and the projection back.
+
+    Args:
+        size, hidden_size: widths of its inputs, and within.
+    """
+
+    def __init__(self, size: int, hidden_size: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gate_proj = nn.Linear(size, hidden_size, bias=False)
+        self.down_proj = nn.Linear(hidden_size, size, bias=False)
+        self.up_proj = nn.Linear(size, hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        output: mx.array = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return output
 
 
 class HeadAttention(nn.Module):
