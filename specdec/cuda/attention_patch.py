@@ -64,16 +64,20 @@ copyreg.pickle(_Derived, _pickled)
 
 
 @cache
-def _attending(kind: Any) -> Any:
-    """``kind`` with ``_attend`` as attention; ``None`` if it does not call mlx-lm's."""
+def calling_instead(kind: Any, name: str, usual: Any, ours: Any) -> Any:
+    """``kind`` with ``ours`` as the function that its file calls ``name``.
+
+    Returns:
+        The derived class; ``None`` if its call does not use ``usual`` by that name.
+    """
     call = kind.__call__
     if (
         not isinstance(call, FunctionType)
-        or _NAME not in call.__code__.co_names
-        or call.__globals__.get(_NAME) is not _USUAL
+        or name not in call.__code__.co_names
+        or call.__globals__.get(name) is not usual
     ):
         return None
-    names = {**call.__globals__, _NAME: _attend}
+    names = {**call.__globals__, name: ours}
     twin = FunctionType(
         call.__code__, names, call.__name__, call.__defaults__, call.__closure__
     )
@@ -81,6 +85,11 @@ def _attending(kind: Any) -> Any:
     # ``__module__`` still names mlx-lm's file.
     also = {"__call__": twin, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return _Derived(kind.__name__, (kind,), also)
+
+
+def _attending(kind: Any) -> Any:
+    """``kind`` with ``_attend`` as attention; ``None`` if it does not call mlx-lm's."""
+    return calling_instead(kind, _NAME, _USUAL, _attend)
 
 
 def take_few_queries(model: nn.Module) -> None:
@@ -119,7 +128,7 @@ def takes_single(model: nn.Module) -> bool:
     """Whether the kernel computes the model's attention of one query with a mask."""
     modules: list[tuple[str, Any]] = model.named_modules()
     kinds: set[Any] = {type(module) for _, module in modules}
-    attending = {kind for kind in kinds if isinstance(kind, _Derived)}
+    attending = {kind for kind in kinds if _attending(kind.__base__) is kind}
     return bool(attending) and all(
         kind in attending or _attending(kind) is None for kind in kinds
     )
@@ -141,11 +150,9 @@ def _head_sizes(module: Any) -> Iterable[int]:
     return decode_attention.MOST_COLUMNS if size is None else (size,)
 
 
-def usual_attention(model: nn.Module) -> None:
-    """Give the model's modules mlx-lm's classes again, in place."""
+def usual_calls(model: nn.Module) -> None:
+    """Give modules that call our functions mlx-lm's classes again, in place."""
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        kind: Any = type(module)
-        usual: Any = kind.__base__
-        if _attending(usual) is kind:
-            module.__class__ = usual
+        if isinstance(type(module), _Derived):
+            module.__class__ = type(module).__base__

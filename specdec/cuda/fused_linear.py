@@ -25,7 +25,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from . import expert_block, packed_matmul, skinny_matmul
-from .attention_patch import usual_attention
+from .attention_patch import usual_calls
 from .expert_matmul import (
     PiecewiseQuantizedSwitchLinear,
     PiecewiseSwitchLinear,
@@ -242,7 +242,7 @@ _TIMED: dict[Any, Any] = {
 def separated(model: nn.Module) -> nn.Module:
     """A second model with the same arrays and mlx-lm's own layers."""
     twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
-    usual_attention(twin)
+    usual_calls(twin)
     modules: list[tuple[str, Any]] = twin.named_modules()
     for path, layer in modules:
         kind = _PLAIN.get(type(layer))

@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..backend import defaults
 from ..cuda import (
     attention_patch,
+    delta_rule,
     expert_block,
     expert_matmul,
     flattened_matmul,
@@ -218,6 +219,7 @@ def fit(model: Any) -> None:
             flattened_matmul,
             skinny_matmul,
             attention_patch,
+            delta_rule,
             expert_block,
             expert_matmul,
             gated_delta,
@@ -227,6 +229,7 @@ def fit(model: Any) -> None:
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
+            delta_rule.take_delta_rules(model)
             expert_block.take_few_launches(model)
             expert_matmul.take_many_tokens(model)
             join_products(model)

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import attention_patch, decode_attention
-from specdec.cuda.attention_patch import take_few_queries, usual_attention
+from specdec.cuda.attention_patch import take_few_queries, usual_calls
 from specdec.cuda.fused_linear import separated
 from specdec.cuda.kernels import TYPES
 from specdec.models import precision
@@ -104,7 +104,7 @@ def test_modules_tell_where_they_come_from_and_become_mlx_lms_again(
     twin = separated(model)
     assert [type(m) for _, m in twin.named_modules()] == before
     assert [type(m) for _, m in model.named_modules()] == now
-    usual_attention(model)
+    usual_calls(model)
     assert [type(m) for _, m in model.named_modules()] == before
 
 
