@@ -44,7 +44,7 @@ from .output import (
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .resume import common_of, finished_in, settings_of
+from .resume import Finished, common_of, finished_in, settings_of
 from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
@@ -209,15 +209,7 @@ def run(
         finished = finished_in(str(output_file), records, asked)
     done = set() if finished is None else set(finished.lines)
     if finished is not None and done and len(done) == len(records):
-        try:
-            finished.keep()
-        except OSError as error:
-            why = f"--output {output_file}: {error.strerror}"
-            raise click.UsageError(why) from error
-        have = "the prompt has its result"
-        if len(done) > 1:
-            have = f"all {len(done)} prompts have their results"
-        show(f"specdec: {have}", err=True)
+        _tidy(finished)
         return
     output = None
     if output_file is not None:
@@ -257,6 +249,19 @@ def run(
         quiet=quiet,
     )
     decoding.run(events, turns)
+
+
+def _tidy(finished: Finished) -> None:
+    """Leave the results alone in a file that has those of all prompts."""
+    try:
+        finished.keep()
+    except OSError as error:
+        why = f"--output {finished.path}: {error.strerror}"
+        raise click.UsageError(why) from error
+    have = "the prompt has its result"
+    if len(finished.lines) > 1:
+        have = f"all {len(finished.lines)} prompts have their results"
+    show(f"specdec: {have}", err=True)
 
 
 def _settings_to_resume(
