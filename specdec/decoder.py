@@ -29,7 +29,7 @@ from .engine.build import (
 )
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
-from .engine.led import LeadingSession, announce, follow, reason_of
+from .engine.led import LeadingSession, announce, follow
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.rehearsal import Rehearsal
@@ -53,6 +53,7 @@ from .spec_decode import (
     factory_of,
 )
 from .spec_decode.draft_length import Forwards
+from .spec_decode.drafter import most_proposed
 from .spec_decode.prompt_scores import unscored
 from .utils.printable import quoted
 
@@ -209,7 +210,7 @@ class SpecDecoder:
     @property
     def max_draft_tokens(self) -> int:
         """The most tokens that any round proposes, by the config and the draft."""
-        return self._length.max_draft_tokens
+        return most_proposed(self._drafter, self.config.max_draft_tokens)
 
     @property
     def max_proposals(self) -> int | None:
@@ -225,7 +226,7 @@ class SpecDecoder:
 
         ``None`` for a fixed number of draft tokens, and before the first round.
         """
-        return reason_of(self._length)
+        return None if self._length is None else self._length.reason
 
     def measure_forwards(self, num_rows: int) -> Forwards:
         """Time a plain step, a draft step and verify forwards of ``num_rows`` rows.
@@ -544,6 +545,7 @@ class SpecDecoder:
             self._preflight,
             self._length,
             self._rehearsal,
+            self.target.ranks,
         )
         return engine, self.tokenizer, self.bounds, self.prompt_limit
 

@@ -57,7 +57,7 @@ class TokenLogprobs:
 _numbers = count()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt, how to decode it, and what was generated for it so far.
 
@@ -99,7 +99,7 @@ class Request:
     #: Bits in which its keys and values are stored; None: unquantized.
     kv_bits: int | None = None
     #: The memory that its row needs, once computed (by engine.admission).
-    needs: object = field(default=None, compare=False)
+    needs: object = None
     #: Whether a draft, if there is one, proposes tokens for it.
     drafts: bool = True
     #: Tokens of the prompt that were found in the prefix store.
@@ -113,7 +113,7 @@ class Request:
     began: float | None = None
     ended: float | None = None
     #: Unique in this process; other sessions may use the same index.
-    number: int = field(default_factory=_numbers.__next__, compare=False)
+    number: int = field(default_factory=_numbers.__next__)
     #: Tokens that were taken, see :meth:`take`.
     shown: int = 0
 
@@ -173,6 +173,7 @@ class Request:
         self,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs] = (),
+        num_draft_tokens: int | None = None,
     ) -> int:
         """Append ``tokens``, up to the end of the request.
 
@@ -181,28 +182,22 @@ class Request:
         to the text before the stop text are dropped, also those of earlier rounds. A
         request that has ended takes nothing.
 
+        Args:
+            num_draft_tokens: draft tokens that were proposed; all ``tokens`` but the
+                last are accepted ones. Those after the end count neither as drafted
+                nor as accepted; one that is the end counts as both. ``None``: not a
+                round, and not counted.
+
         Returns:
             How many of ``tokens`` were used, the one that ended it included.
         """
-        used, ending = self._append(tokens, logprobs)
-        if ending is not None:
-            self._end(*ending, rest=tokens[used:])
-        return used
-
-    def _append(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-    ) -> tuple[int, _Ending | None]:
-        """Append ``tokens``; return how many were used, and the finish reason."""
-        used = 0
-        ending: _Ending | None = None
         if self.finish_reason is not None:
-            return used, ending
+            return 0
+        used, left = 0, self.params.max_tokens - len(self.tokens)
+        # Without any left, only the prompt was to be scored.
+        ending: _Ending | None = None if left else ("length", None)
         self.newest = len(tokens)
-        if self.remaining == 0:  # only the prompt was to be scored
-            return used, ("length", None)
-        for token in tokens:
+        for token in tokens if left else ():
             used += 1
             if token in self.end_tokens:
                 ending = "stop", token
@@ -210,12 +205,20 @@ class Request:
             self.tokens.append(token)
             if self.output is not None and self.output.add(token):
                 ending = "stop", None
-            elif self.remaining == 0:
+            elif used == left:
                 ending = "length", None
             if ending is not None:
                 break
         self.logprobs += logprobs[:used]
-        return used, ending
+        if num_draft_tokens is not None:
+            self.rounds += 1
+            drafted = num_draft_tokens
+            drafted = drafted if ending is None else min(used, drafted)
+            _count(self.num_draft_tokens_per_pos, drafted)
+            _count(self.num_accepted_tokens_per_pos, min(used, len(tokens) - 1))
+        if ending is not None:
+            self._end(*ending, rest=tokens[used:])
+        return used
 
     def _end(
         self,
@@ -249,27 +252,6 @@ class Request:
         if self.finish_reason is None:
             self.error = error
             self._end("error")
-
-    def commit_round(
-        self,
-        tokens: Sequence[int],
-        num_draft_tokens: int,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:
-        """Append what one round kept: accepted draft tokens, then the extra token.
-
-        Only the tokens used are counted. A draft token after the end counts neither as
-        drafted nor as accepted; a draft token that is the end counts as both.
-        """
-        if self.finish_reason is not None:
-            return
-        used, ending = self._append(tokens, logprobs)
-        self.rounds += 1
-        drafted = num_draft_tokens if ending is None else min(used, num_draft_tokens)
-        _count(self.num_draft_tokens_per_pos, drafted)
-        _count(self.num_accepted_tokens_per_pos, min(used, len(tokens) - 1))
-        if ending is not None:
-            self._end(*ending, rest=tokens[used:])
 
     def take(self) -> tuple[list[int], str, list[TokenLogprobs] | None]:
         """Take the tokens, text and log-probabilities that were not taken yet.

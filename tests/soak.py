@@ -37,7 +37,6 @@ from specdec.spec_decode.draft_length import (
     AutoLength,
     BatchState,
     DraftLength,
-    FixedLength,
     ForwardCosts,
     Forwards,
     RoundCosts,
@@ -53,6 +52,7 @@ from tests.plain import (
     Masked,
     plainly,
 )
+from tests.scripted import Script
 from tests.test_decoder import Tokenizer
 
 VOCAB = 97
@@ -276,7 +276,7 @@ class ByTheBook(AutoLength):
         super().__init__(
             RoundCosts(ForwardCosts()),
             max_draft_tokens=MOST_DRAFT,
-            measure=self.measured,
+            forwards=self.measured,
         )
 
     def measured(self, num_rows: int) -> Forwards:
@@ -306,22 +306,16 @@ class ByTheBook(AutoLength):
         super().observe(timing)
 
 
-class Again(FixedLength):
+class Again(Script):
     """A row's rounds once more: as many draft tokens in each as it could accept then.
 
     With the ratio rules that is what a row's tokens depend on, besides its request.
     """
 
+    max_draft_tokens = MOST_DRAFT
+
     def __init__(self, limits: Sequence[int]):
-        super().__init__(MOST_DRAFT)
-        self._limits, self._read = limits, 0
-
-    def choose(self, state: BatchState) -> int:
-        at = self._read + len(state.in_flight)
-        return self._limits[at] if at < len(self._limits) else 0
-
-    def observe(self, outcome: RoundTiming) -> None:
-        self._read += 1
+        super().__init__(lambda number: limits[number] if number < len(limits) else 0)
 
 
 @dataclass
@@ -556,13 +550,14 @@ class Client:
         """Note what a row may accept in its rounds."""
         limits: list[int] = []
         sequence: Any = self.session._engine._alive[index]
-        commit = sequence.commit_round
+        commit = sequence.commit
 
-        def noted(tokens: Sequence[int], drafted: int, *more: Any) -> None:
-            limits.append(drafted)
-            commit(tokens, drafted, *more)
+        def noted(tokens: Any, logprobs: Any, drafted: int | None) -> None:
+            if drafted is not None:
+                limits.append(drafted)
+            commit(tokens, logprobs, drafted)
 
-        sequence.commit_round = noted
+        sequence.commit = noted
         self.limits[index] = limits
 
     def cancel(self) -> None:

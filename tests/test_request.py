@@ -45,10 +45,10 @@ def test_the_end_right_after_max_tokens_is_a_length() -> None:
 
 def test_a_finished_sequence_takes_nothing() -> None:
     sequence = new_sequence()
-    sequence.commit_round([5, EOS], 3)
+    sequence.commit([5, EOS], (), 3)
     before = (sequence.rounds, sequence.drafted, sequence.accepted)
     assert sequence.commit([7]) == 0
-    sequence.commit_round([7, 8], 3)
+    sequence.commit([7, 8], (), 3)
     assert (sequence.rounds, sequence.drafted, sequence.accepted) == before
     assert sequence.tokens == [5]
 
@@ -71,7 +71,7 @@ def test_a_round_counts_what_was_used(
 ) -> None:
     """Three tokens were drafted; those after the row's end count as neither."""
     sequence = new_sequence(max_tokens)
-    sequence.commit_round(tokens, 3)
+    sequence.commit(tokens, (), 3)
     assert (sequence.drafted, sequence.accepted) == (drafted, accepted)
     assert sequence.rounds == 1
 
@@ -87,7 +87,7 @@ def test_rounds_emit_what_one_by_one_would(
     rounds, single = new_sequence(max_tokens), new_sequence(max_tokens)
     emitted = []
     for block in blocks:
-        rounds.commit_round(block, 4)
+        rounds.commit(block, (), 4)
         emitted += rounds.take()[0]
     for token in (t for block in blocks for t in block):
         single.commit([token])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import pytest
 
 from specdec.engine.batch import DecodeBatch
 from specdec.engine.engine import Engine
+from specdec.engine.round import Plan
 from specdec.models.runner import ModelRows
 from specdec.utils.output_text import OutputText
 from tests.soak import KINDS, soak
@@ -44,12 +46,15 @@ def rows_stay(self: Engine) -> None:
         self._running.retire()
 
 
-_room = DecodeBatch._room
+_plan = DecodeBatch.plan
 
 
-def limits_of_the_batch(self: DecodeBatch) -> tuple[tuple[int, ...], bool]:
-    limits, exact = _room(self)
-    return tuple(-1 if n < 0 else max(limits) for n in limits), exact
+def limits_of_the_batch(self: DecodeBatch) -> Plan | None:
+    """Every row may accept what any row may."""
+    if (plan := _plan(self)) is None:
+        return None
+    most = plan.num_draft_tokens
+    return replace(plan, limits=tuple([min(n, 0) or most for n in plan.limits]))
 
 
 _trim = ModelRows.trim_per_sequence
@@ -75,7 +80,7 @@ def holds_nothing_back(self: OutputText) -> int:
     ("owner", "name", "fault", "seed", "requests"),
     [
         (Engine, "_retire", rows_stay, 3, 10),
-        (DecodeBatch, "_room", limits_of_the_batch, 10, 25),
+        (DecodeBatch, "plan", limits_of_the_batch, 10, 25),
         (ModelRows, "trim_per_sequence", trims_too_little, 17, 10),
         (OutputText, "_held_back", holds_nothing_back, 12, 25),
     ],

@@ -17,11 +17,10 @@ from ..models.runner import EndedRow, ModelRunner
 from ..request import Request
 from ..spec_decode import Drafter, DraftRows
 from ..spec_decode.commit import Committed
-from ..spec_decode.draft_length import DraftLength
 from ..spec_decode.prompt_scores import PromptScores
 from ..spec_decode.verifier import Verifier
 from .observer import RoundObserver
-from .round import InFlight, Plan, Rounds
+from .round import DraftChoice, InFlight, Plan, Rounds
 
 NO_TOKENS: tuple[int, ...] = ()
 
@@ -37,7 +36,7 @@ class DecodeBatch(Rounds):
         target: runs the target model.
         drafter: proposes tokens; ``None`` decodes plainly.
         rows: the first rows, one or more; none has tokens yet.
-        length: chooses k, the number of tokens that a round proposes.
+        choice: chooses k, the number of tokens that a round proposes.
         backend: how to shape rounds.
         observer: sees every round.
         in_flight: rounds that were dispatched and not read yet. Batches that join each
@@ -56,7 +55,7 @@ class DecodeBatch(Rounds):
         target: ModelRunner,
         drafter: Drafter | None,
         rows: Sequence[Request],
-        length: DraftLength,
+        choice: DraftChoice,
         backend: BackendDefaults,
         observer: RoundObserver,
         in_flight: deque[InFlight],
@@ -65,7 +64,7 @@ class DecodeBatch(Rounds):
         self.slots: list[Request | None] = [*rows, *[None] * (num_slots - len(rows))]
         self.expected = 0
         self.alone = True
-        super().__init__(drafter, length, backend, observer, in_flight)
+        super().__init__(drafter, choice, backend, observer, in_flight)
         prompts = [s.prompt_tokens if s else NO_TOKENS for s in self.slots]
         # A prompt's last token is fed alone, so that no chunk computes logits in vain.
         self._target = target.rows(
@@ -167,9 +166,10 @@ class DecodeBatch(Rounds):
                 request.prefix_tokens = reused
                 if scores is not None and i in scores.rows:
                     request.prompt_logprobs = scores.of(i)
-        first = self.dispatch(Plan(0, self._no_draft(), first=True))
+        running = [s is not None and s.finish_reason is None for s in self.slots]
+        first = self.dispatch(Plan(0, tuple([r - 1 for r in running]), first=True))
         self._in_flight.append(first)
-        self._observe(first.decision.accepted.chosen, [1] * len(self.slots))
+        self._observe(first.decision.chosen, [1] * len(self.slots))
         if self._draft is not None:
             if self.alone:
                 yield
@@ -187,7 +187,7 @@ class DecodeBatch(Rounds):
         """The token after each token of the prompts' last chunk, shape (B, S)."""
         target = self._target
         if target.hidden is None:
-            return self._committed.newest
+            return self._committed.recent[:, -1:]
         width, tokens = target.hidden.shape[1], []
         for s, n, end in zip(self.slots, target.written, target.done, strict=True):
             after = NO_TOKENS if s is None else s.prompt_tokens[end - n + 1 : end + 1]
@@ -207,13 +207,18 @@ class DecodeBatch(Rounds):
 
     def _note_lengths(self) -> None:
         """Tell the caches how long their rows are, as far as the host knows."""
-        least, most = zip(*self._bounds(), strict=True)
-        self._target.note_lengths(max(most), min(least))
+        lengths = [(1, 1)] * (None in self.slots)
+        for s in self.slots:
+            if s is not None:
+                flying = [f for f in self._in_flight if s in f.rows]
+                lengths.append(self._lengths(s, flying))
+        least, most = min(lengths)[0], max([n for _, n in lengths])
+        # The target's cache lacks the newest token.
+        self._target.note_lengths(most - 1, least - 1)
         if self._draft is not None:
-            # The drafter may have less of a row that is not drafted for.
+            # It may have less of a row that is not drafted for.
             drafted = all(s and self._is_drafted(s) for s in self.slots)
-            shortest = min(least) + 1 if drafted else 0
-            self._draft.note_lengths(max(most) + 1, shortest)
+            self._draft.note_lengths(most, least if drafted else 0)
 
     def _note_rows(self) -> None:
         """Update the fields that depend on the rows."""
@@ -222,23 +227,25 @@ class DecodeBatch(Rounds):
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
         self._spoiled.mark(self.slots)
 
-    def retire(self) -> None:
-        """Remove rows that have ended.
+    def retire(self) -> bool:
+        """Remove rows that have ended; return whether any is left.
 
         Their slots stay idle if other requests wait for them. Otherwise the batch
         shrinks, where fewer slots are faster.
         """
-        ended = [
-            i for i, s in enumerate(self.slots) if s and s.finish_reason is not None
-        ]
-        self._store(ended)
-        for i in ended:
-            self._remember(self.slots[i])
-            self.slots[i] = None
-        running, size = len(self.unfinished), len(self.slots)
+        ended, running, size = [], 0, len(self.slots)
+        for i, s in enumerate(self.slots):
+            running += s is not None and s.finish_reason is None
+            if s is not None and s.finish_reason is not None:
+                ended.append(i)
+        if ended:
+            self._store(ended)
+            for i in ended:
+                self._remember(self.slots[i])
+                self.slots[i] = None
         if not running:
-            return
-        if not self._wants_draft():
+            return False
+        if ended and not self._wants_draft():
             self._draft = None
         if running < size:
             wanted = min(size, running + self.expected)
@@ -251,6 +258,7 @@ class DecodeBatch(Rounds):
                 self._draft.reset(ended)
             self._note_rows()
         self._note_lengths()
+        return True
 
     def _store(self, ended: Sequence[int]) -> None:
         """Keep the columns of rows that have ended, in the prefix store."""
@@ -261,7 +269,7 @@ class DecodeBatch(Rounds):
             s = self.slots[slot]
             if s is None or s.finish_reason == "error":
                 continue
-            rounds = [f.num_draft_tokens for f in self._in_flight if f.has(s)]
+            rounds = [f.plan.num_draft_tokens for f in self._in_flight if s in f.rows]
             last, begin = s.prompt_tokens[-1], len(s.prompt_tokens) - 1
             shown = [last, *s.tokens, *([] if s.stop_token is None else [s.stop_token])]
             tokens = [last, *s.tokens, *s.unshown]

@@ -21,16 +21,18 @@ from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
 from ..outputs import EngineLoad, RunStats
+from ..parallel import Ranks
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter, DraftGuard
-from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
+from ..spec_decode.draft_length import BatchState, DraftLength
+from ..spec_decode.drafter import most_proposed
 from ..utils.output_text import Detokenizer, OutputText
 from .admission import Preflight
 from .batch import DecodeBatch
 from .observer import RoundObserver
 from .rehearsal import Rehearsal
-from .round import InFlight, StepOutput
+from .round import DraftChoice, InFlight, StepOutput
 from .scheduler import Scheduler
 
 log = logging.getLogger("specdec.engine")
@@ -80,6 +82,7 @@ class Engine:
             that the config allows.
         rehearsal: compiles kernels before the first request; engines with the same
             models share one.
+        ranks: the target's ranks, if it is divided.
     """
 
     def __init__(
@@ -94,20 +97,21 @@ class Engine:
         preflight: Preflight | None = None,
         length: DraftLength | None = None,
         rehearsal: Rehearsal | None = None,
+        ranks: Ranks | None = None,
     ):
         share = None if drafter is None else drafter.vocabulary_share
         self.stats = RunStats(vocabulary_share=share)
         #: Output of the last step, until the caller has taken it.
         self.unreported: list[StepOutput] = []
-        self._guard = DraftGuard()
-        self._models = self._guarded((target, drafter))
+        most = most_proposed(drafter, config.max_draft_tokens)
+        if length is not None:
+            most = length.max_draft_tokens
+        self._choice = DraftChoice(most, length, DraftGuard(), ranks)
+        self._models = target, drafter and self._choice.guard.drafter(drafter)
         self._backend = backend
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
         self._observer = observer or RoundObserver()
-        self._length = self._guard.length(
-            length or FixedLength(config.max_draft_tokens)
-        )
         self._rehearsal = rehearsal or Rehearsal(backend)
         self._scheduler = Scheduler(
             config.batch_size,
@@ -115,8 +119,8 @@ class Engine:
             budget=None if preflight is None else preflight.limit,
             cost=None if preflight is None else preflight.cost,
         )
-        most = config.memory_limit or memory_size() or 0
-        self._most_reused = int(_REUSED * most)
+        memory = config.memory_limit or memory_size() or 0
+        self._most_reused = int(_REUSED * memory)
         self._alive: dict[int, Request] = {}
         # Requests that ended outside of a round, as by cancel(). The next step reports
         # them.
@@ -127,10 +131,6 @@ class Engine:
         self._joining: _Joining | None = None
         self._in_flight: deque[InFlight] = deque()
         self._lapped: float | None = None  # None: there is no request
-
-    def _guarded(self, models: Models) -> Models:
-        target, drafter = models
-        return target, drafter and self._guard.drafter(drafter)
 
     @property
     def busy(self) -> bool:
@@ -212,7 +212,7 @@ class Engine:
             The rows' output, which is empty until the first round can be read. It stays
             in ``unreported`` until :meth:`reported` or the next step.
         """
-        self.reported()
+        self.unreported = []
         self.stats.other_seconds += self._lap()
         if self._ended_early:
             outputs = self._leave()
@@ -226,7 +226,7 @@ class Engine:
         self.unreported = outputs
         self._count(outputs)
         self.stats.decode_seconds += self._lap()
-        if not self.busy:
+        if not self._alive:
             self._write_prefixes()
             self._lapped = None
         return outputs
@@ -257,7 +257,7 @@ class Engine:
         row = Request(-1, "", (0,), SamplingParams())
         while slots > 1 and not self._scheduler.affords([row], slots):
             slots //= 2
-        most = self._length.max_draft_tokens
+        most = self._choice.most
         self._rehearsal.run(*self._models, slots, most, params, shrinks=shrinks)
 
     def _leave(self) -> list[StepOutput]:
@@ -283,7 +283,7 @@ class Engine:
             if output.ended:
                 request.ended = now
                 stats.take_ended(request)
-        stats.draft_error = self._guard.error
+        stats.draft_error = self._choice.guard.error
         stats.peak_memory_bytes = mx.get_peak_memory()
         # For each that has ended, also if an interrupt came after it was counted. A new
         # request may have its index by then.
@@ -336,7 +336,7 @@ class Engine:
                 first = self._scheduler.first.params
                 self._rehearse(self._scheduler.together(), [first])
                 self.stats.warmup_seconds += self._lap()
-            self._length.prepare(self._scheduler.together())
+            self._choice.prepare(self._scheduler.together())
             self.stats.calibration_seconds += self._lap()
         requests = self._scheduler.admit(running)
         if not requests:
@@ -356,7 +356,7 @@ class Engine:
                 not met it.
         """
         self._joining = None
-        flying = [f for f in self._in_flight if not any(map(f.has, requests))]
+        flying = [f for f in self._in_flight if not any(s in f.rows for s in requests)]
         self._in_flight.clear()
         self._in_flight.extend(flying)
         if not self._rehearsal.alone:
@@ -389,7 +389,7 @@ class Engine:
             target,
             drafter,
             requests,
-            self._length,
+            self._choice,
             self._backend,
             self._observer,
             self._in_flight,
@@ -433,12 +433,12 @@ class Engine:
         """
         if running and self._running is not None and self._running.drafts:
             return True
-        k, rows = self._length.max_draft_tokens, [*running, *requests]
+        k, rows = self._choice.most, [*running, *requests]
         n = len(rows)
         room = [k * s.drafts for s in running] + [k] * len(requests)
         tokens = sum(s.remaining for s in rows) / n
         prompts = sum(len(s.prompt_tokens) for s in requests) // n
-        return self._length.may_pay(BatchState(n, room, tokens, prompts))
+        return self._choice.may_pay(BatchState(n, room, tokens, prompts))
 
     def _decode(self) -> bool:
         """Hand a round of the running rows to the device, if they need another.
@@ -452,9 +452,9 @@ class Engine:
         batch.expected = self._scheduler.expected
         if self._joining is not None:
             batch.expected += len(self._joining.batch.unfinished)
-        if not batch.needs_a_round():
-            return True
         plan = batch.plan()
+        if plan is None:
+            return True
         if ahead <= plan.lookahead:
             self._in_flight.append(batch.dispatch(plan))
         return ahead >= plan.lookahead
@@ -465,7 +465,7 @@ class Engine:
             return []
         self.stats.decode_seconds += self._lap()
         round_ = self._in_flight.popleft()
-        rows = round_.running
+        rows = [s for s in round_.rows if s is not None and s.finish_reason is None]
         if round_.plan.first:
             round_.read()
             self.stats.take_prefilled(rows)
@@ -474,7 +474,7 @@ class Engine:
             assert self._running is not None
             self._running.read(round_)
             self.stats.rounds += 1
-        self._observer.read(round_.num_draft_tokens, rows)
+        self._observer.read(round_.plan.num_draft_tokens, rows)
         self._write_prefixes(at_most=1)
         self._retire()
         return [StepOutput.of(s) for s in rows]
@@ -494,14 +494,16 @@ class Engine:
         """
         if self._joining is not None and not self._joining.batch.unfinished:
             self._joining = None
-        if self._running is not None:
-            self._running.retire()
-            if not self._running.unfinished:
-                self._running = None
+        if self._running is not None and not self._running.retire():
+            self._running = None
         if self._running is None:
-            left = [r for r in self._in_flight if r.running]
+            left = [f for f in self._in_flight if any(map(_runs, f.rows))]
             self._in_flight.clear()
             self._in_flight.extend(left)
 
 
 _DONE = object()
+
+
+def _runs(row: Request | None) -> bool:
+    return row is not None and row.finish_reason is None

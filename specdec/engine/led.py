@@ -18,82 +18,14 @@ from weakref import WeakSet
 from ..errors import SessionError, SpecdecError
 from ..grammar import Grammar, GrammarState
 from ..outputs import StreamEvent
-from ..parallel import Follower, Leader, Ranks
+from ..parallel import Follower, Leader
 from ..prompts import EncodedPrompt
 from ..sampling_params import SamplingParams
-from ..spec_decode.draft_length import (
-    AutoLength,
-    BatchState,
-    DraftLength,
-    Forwards,
-    RoundTiming,
-)
 from .session import Bounds, Session
 
 #: For each request that emitted something: its index, how many tokens it had before,
 #: the new tokens, and how it ended, if it did.
 Committed = list[tuple[int, int, tuple[int, ...], str | None]]
-
-
-class LedLength:
-    """Asks rank 0's draft-length policy; the other ranks have none.
-
-    Args:
-        max_draft_tokens: the largest k that the policy ever chooses.
-        measure: measures forwards on this rank; they have collectives.
-        policy: makes rank 0's policy, given what measures forwards on all ranks.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        max_draft_tokens: int,
-        measure: Callable[[int], Forwards],
-        policy: Callable[[Callable[[int], Forwards]], DraftLength],
-    ):
-        self.max_draft_tokens = max_draft_tokens
-        self._ranks, self._measure = ranks, measure
-        self._policy = policy(self._measure_on_all) if ranks.leads else None
-
-    @property
-    def reason(self) -> str | None:
-        """Rank 0's reason, which alone observes rounds."""
-        return None if self._policy is None else reason_of(self._policy)
-
-    def prepare(self, num_rows: int) -> None:
-        """Measure on all ranks what rank 0's policy wants to know."""
-        if self._policy is not None:
-            self._policy.prepare(num_rows)
-            self._ranks.decide("measure", int)
-            return
-        while rows := self._ranks.decide("measure", int):
-            self._measure(rows)
-
-    def _measure_on_all(self, num_rows: int) -> Forwards:
-        return self._measure(self._ranks.decide("measure", lambda: num_rows))
-
-    def may_pay(self, state: BatchState) -> bool:
-        """Rank 0's answer."""
-        return self._ranks.decide("may_pay", lambda: self._lead.may_pay(state))
-
-    def choose(self, state: BatchState) -> int:
-        """Rank 0's choice."""
-        return self._ranks.decide("k", lambda: self._lead.choose(state))
-
-    def observe(self, timing: RoundTiming) -> None:
-        """Learn from a round that was read, on rank 0."""
-        if self._policy is not None:
-            self._policy.observe(timing)
-
-    @property
-    def _lead(self) -> DraftLength:
-        assert self._policy is not None
-        return self._policy
-
-
-def reason_of(length: DraftLength) -> str | None:
-    """What ``auto`` chose, and why; ``None`` for a fixed k or before any round."""
-    return length.reason if isinstance(length, AutoLength | LedLength) else None
 
 
 class _Commits:

@@ -29,15 +29,13 @@ from ..spec_decode.draft_length import (
     LADDER,
     AutoLength,
     CostStore,
-    DraftLength,
-    FixedLength,
     Forwards,
 )
+from ..spec_decode.drafter import most_proposed
 from ..spec_decode.guard import as_drafter_error
 from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
 from ..spec_decode.vetting import vetted
-from .led import LedLength
 
 log = logging.getLogger("specdec.engine")
 
@@ -316,43 +314,38 @@ def draft_length(
     *,
     store: CostStore | None = None,
     ranks: Ranks | None = None,
-) -> DraftLength:
-    """The policy that the config asks for: a fixed k, or ``auto``.
+) -> AutoLength | None:
+    """The policy for ``auto``; ``None`` if the config asks for a number or no draft.
 
     Args:
         store: keeps costs on disk; ``None``: in the user's cache folder.
         ranks: the target's ranks. Costs, clock and choice are rank 0's.
     """
+    asked = config.max_draft_tokens
+    k = most_proposed(drafter, asked)
     if drafter is None:
-        return FixedLength(0)
-    most, asked = drafter.max_proposals, config.max_draft_tokens
-    k = asked if most is None else min(asked, most)
+        return None
     if config.num_draft_tokens != "auto":
         if k < asked:
             log.info("the draft proposes up to %d tokens in a round, not %d", k, asked)
-        return FixedLength(k)
+        return None
     store = store or CostStore()
     key = cost_key(config, target, drafter, defaults)
-    load = partial(store.load, key, new_shape=defaults.new_shape_seconds)
-    clock = time.perf_counter
+    clock, save = time.perf_counter, partial(store.save, key)
+    leads = ranks is None or ranks.leads
     if ranks is not None:
         clock = partial(ranks.decide, "clock", clock)
-    measure = partial(
-        measure_forwards, target, drafter, max_draft_tokens=k, clock=clock
+    return AutoLength(
+        *store.load(key, new_shape=defaults.new_shape_seconds),
+        ladder=defaults.draft_lengths or LADDER,
+        max_draft_tokens=k,
+        forwards=partial(
+            measure_forwards, target, drafter, max_draft_tokens=k, clock=clock
+        ),
+        # If time grows with tokens, costs of one row give those of any number.
+        measured_rows=1 if defaults.costs_by_token else None,
+        save=save if leads else None,
     )
-
-    def policy(measure: Callable[[int], Forwards]) -> DraftLength:
-        return AutoLength(
-            *load(),
-            ladder=defaults.draft_lengths or LADDER,
-            max_draft_tokens=k,
-            measure=measure,
-            # If time grows with tokens, costs of one row give those of any number.
-            measured_rows=1 if defaults.costs_by_token else None,
-            save=partial(store.save, key),
-        )
-
-    return policy(measure) if ranks is None else LedLength(ranks, k, measure, policy)
 
 
 def cost_key(

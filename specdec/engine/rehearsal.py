@@ -16,11 +16,10 @@ from ..models.runner import ModelRunner
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter
-from ..spec_decode.draft_length import FixedLength
 from ..utils.warm_up import warm_up
 from .batch import DecodeBatch
 from .observer import RoundObserver
-from .round import InFlight
+from .round import DraftChoice, InFlight
 
 log = logging.getLogger("specdec.engine")
 
@@ -138,7 +137,7 @@ class _Show:
             self._target,
             self._drafter,
             rows,
-            FixedLength(self._most),
+            DraftChoice(self._most),
             self._backend,
             RoundObserver(),
             self._in_flight,
@@ -151,7 +150,9 @@ class _Show:
 
     def _round(self, k: int) -> None:
         assert self._batch is not None
-        self._in_flight.append(self._batch.dispatch(self._batch.plan(k)))
+        plan = self._batch.plan(k)
+        assert plan is not None
+        self._in_flight.append(self._batch.dispatch(plan))
         self._in_flight.popleft().read()
 
     def _join(self) -> None:

@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from math import inf, isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..backend import LOOKAHEAD, BackendDefaults
+from ..errors import DrafterError
 from ..models.runner import ModelRows
+from ..parallel import Ranks
 from ..request import Request, TokenLogprobs
-from ..spec_decode import Drafter, DraftRows, Proposals, Round
+from ..spec_decode import Drafter, DraftGuard, DraftRows, Proposals, Round
 from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import (
     BatchState,
     DraftLength,
     Peek,
+    RoundTiming,
     ShadowAcceptance,
     StepTimer,
 )
@@ -35,6 +38,8 @@ from ..spec_decode.verifier import Decision, Verifier
 from .observer import RoundObserver
 
 log = logging.getLogger("specdec.engine")
+
+T = TypeVar("T")
 
 # After this many rounds without a draft, the policy decides anew for joining rows.
 IDLE = 64
@@ -56,6 +61,48 @@ class StepOutput:
         token_ids, text, logprobs = request.take()
         ended = request.finish_reason is not None
         return cls(request, token_ids, text, ended, logprobs)
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """How an engine chooses k; nothing is drafted once a drafter has failed.
+
+    Args:
+        most: the largest k.
+        policy: chooses k by what it is shown; ``None``: always the most.
+        guard: knows whether a drafter has failed.
+        ranks: rank 0's policy answers for all of them.
+    """
+
+    most: int
+    policy: DraftLength | None = None
+    guard: DraftGuard = field(default_factory=DraftGuard)
+    ranks: Ranks | None = None
+
+    def _decided(self, what: str, make: Callable[[], T]) -> T:
+        return make() if self.ranks is None else self.ranks.decide(what, make)
+
+    def prepare(self, num_rows: int) -> None:
+        """Measure what the policy wants to know, before ``num_rows`` rows begin."""
+        if self.policy is None or self.guard.error is not None:
+            return
+        rows = self._decided("measure", partial(self.policy.unmeasured, num_rows))
+        if rows:
+            try:
+                self.policy.measure(rows)
+            except DrafterError as error:  # its steps are timed there
+                self.guard.fail(error, self.policy)
+
+    def may_pay(self, state: BatchState) -> bool:
+        """Whether joining rows are worth the drafter's prefill."""
+        if self.policy is None or self.guard.error is not None:
+            return self.guard.error is None
+        return self._decided("may_pay", partial(self.policy.may_pay, state))
+
+    def choose(self, state: BatchState) -> int:
+        """The policy's k."""
+        assert self.policy is not None
+        return self._decided("k", partial(self.policy.choose, state))
 
 
 @dataclass(frozen=True)
@@ -93,6 +140,8 @@ class InFlight:
         decision: the round's decision, on the device.
         peeked: the tokens that a draft would have proposed, if the round did not draft
             and peeked.
+        began: when it began to be built, if rounds are timed.
+        backlog: tokens of a row that the drafter took in first.
 
     Attributes:
         spoiled: once read, the slots of rows that kept nothing because their logits
@@ -103,25 +152,9 @@ class InFlight:
     rows: tuple[Request | None, ...]
     decision: Decision
     peeked: Proposals | None = None
+    began: float = 0.0
+    backlog: int = 0
     spoiled: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """k of the round."""
-        return self.plan.num_draft_tokens
-
-    @property
-    def running(self) -> list[Request]:
-        """The round's rows that have not ended, as far as the host knows."""
-        return [s for s in self.rows if s is not None and s.finish_reason is None]
-
-    @cached_property
-    def _ids(self) -> frozenset[int]:
-        return frozenset(map(id, self.rows))
-
-    def has(self, request: Request) -> bool:
-        """Whether the row takes part."""
-        return id(request) in self._ids
 
     def read(self) -> list[int | None]:
         """Wait for the round and give each request its tokens.
@@ -146,12 +179,12 @@ class InFlight:
                 read.append(None)
                 continue
             read.append(kept)
-            valid = next((j for j in range(kept) if not isfinite(peaks[i][j])), kept)
-            if self.plan.first:
-                request.commit(chosen[:valid], reported[i][:valid])
-            elif valid:
-                drafted = max(limit, 0)
-                request.commit_round(chosen[:valid], drafted, reported[i][:valid])
+            valid = 0
+            while valid < kept and isfinite(peaks[i][valid]):
+                valid += 1
+            if valid or self.plan.first:
+                drafted = None if self.plan.first else max(limit, 0)
+                request.commit(chosen[:valid], reported[i][:valid], drafted)
             at = len(request.tokens)
             if valid < kept:
                 what = self._complaint(peaks[i][valid], at)
@@ -203,8 +236,7 @@ class _Spoiled:
 
     def harmless(self, round_: Round, proposals: Proposals) -> Proposals:
         """The proposals, where these rows get a token that the target has read."""
-        if self.rows is None:
-            return proposals
+        assert self.rows is not None
         newest = round_.recent[:, -1:]
         tokens = mx.where(self.rows, newest, proposals.tokens)
         return replace(proposals, tokens=tokens)
@@ -218,7 +250,7 @@ class Rounds:
 
     Args:
         drafter: what it proposes is bounded by its context; ``None`` drafts nothing.
-        length: chooses k.
+        choice: chooses k.
         backend: how to shape rounds.
         observer: sees every round.
         in_flight: rounds that were dispatched and not read yet.
@@ -240,23 +272,23 @@ class Rounds:
     def __init__(
         self,
         drafter: Drafter | None,
-        length: DraftLength,
+        choice: DraftChoice,
         backend: BackendDefaults,
         observer: RoundObserver,
         in_flight: deque[InFlight],
     ):
-        self.most = length.max_draft_tokens if drafter else 0
+        self.most = choice.most if drafter else 0
         context = drafter.context_length if drafter else None
         # Longer rows are not drafted for: the draft's cache takes all proposals but
         # the last.
         self._longest = inf if context is None else context - self.most + 1
-        self._length, self._backend = length, backend
+        self._choice, self._backend = choice, backend
         self._observer, self._in_flight = observer, in_flight
         self._timer, self._shadow = StepTimer(), ShadowAcceptance()
         self._idle = 0  # rounds since the last one that drafted
         self._spoiled = _Spoiled()
         # The limits of the last round as an array; most rounds use it again.
-        self._last: tuple[tuple[int, ...], mx.array] | None = None
+        self._last: tuple[tuple[int, ...], mx.array] = (), mx.array([], mx.int32)
 
     @property
     def unfinished(self) -> list[Request]:
@@ -270,61 +302,68 @@ class Rounds:
 
     # -- plan --------------------------------------------------------------
 
-    def needs_a_round(self) -> bool:
-        """Whether a row may need more tokens than the rounds in flight surely bring."""
-        return any(s.remaining > self._pending(s) for s in self.unfinished)
-
-    def _pending(self, request: Request) -> int:
-        """How many rounds in flight have this row: each brings it a token or more."""
-        return sum(f.has(request) for f in self._in_flight)
-
-    def plan(self, k: int | None = None) -> Plan:
+    def plan(self, k: int | None = None) -> Plan | None:
         """Decide how many tokens the next round proposes; asking changes nothing.
 
         Args:
-            k: the most tokens; ``None``: the policy's choice.
+            k: the most tokens; ``None``: what is chosen.
+
+        Returns:
+            ``None`` if the rounds in flight surely bring all that the rows may emit.
         """
-        limits, exact = self._room()
-        room = [n for n in limits if n >= 0]
-        chosen = any(room)
-        if k is None:
-            k = self._choice(room) if chosen else 0
-        if k < max(room, default=0):
-            limits = tuple([min(k, n) for n in limits])
+        flying, by_token = self._in_flight, self._backend.costs_by_token
+        drafts = self._draft is not None and not self._spoiled.plain_next
+        drafts = drafts and self.most > 0 and self._choice.guard.error is None
+        limits, left, needed, exact = [], {}, False, True
+        for s in self.slots:
+            if s is None or s.finish_reason is not None:
+                limits.append(-1)
+                continue
+            left[s.number] = remaining = s.remaining
+            mine = [f for f in flying if s in f.rows]
+            surely = remaining - len(mine)  # each brings the row a token or more
+            needed = needed or surely > 0
+            most = 0
+            if drafts:
+                least, longest = self._lengths(s, mine)
+                exact = exact and longest <= self._longest
+                most = self.most_for(s, least)
+            # Tokens after the row's end are useless. The answer must depend on the row
+            # alone: with the ratio rules, it decides what the row emits. How many
+            # tokens are left is known only if rounds are read at once.
+            limits.append(min(most, max(surely - 1, 0)) if by_token else most)
+        if not needed:
+            return None
+
+        chosen = max(limits) > 0
+        if not chosen:
+            k = 0
+        elif k is None and self._choice.policy is None:
+            k = self.most
+        elif k is None:
+            assert self._draft is not None
+            room = [n for n in limits if n >= 0]
+            state = BatchState(
+                len(limits),
+                room,
+                sum(left.values()) / len(room),
+                self._draft.backlog,
+                [f.plan.num_draft_tokens for f in flying if not f.plan.first],
+                {} if self.expected else left,
+                self._timer.joining,
+            )
+            k = self._choice.choose(state)
+        limits = [min(k, n) for n in limits]
         k = max(0, *limits)
-        drafted = any(f.num_draft_tokens for f in self._in_flight)
+
+        drafted = max([f.plan.num_draft_tokens for f in flying], default=0) > 0
         # A round is read before the next begins if a row follows a user's function or a
         # grammar, which needs every token, and for drafts on a CPU, where a round that
         # turns out to be useless costs too much. Recurrent states cannot lose a single
         # token, as a row must whose caches a draft has spoiled.
-        at_once = self._backend.costs_by_token
-        if not k:
-            at_once = drafted and self._target.single_stays
+        at_once = by_token if k else drafted and self._target.single_stays
         lookahead = 0 if self._rules.needs_tokens or at_once else LOOKAHEAD
-        return Plan(k, limits, lookahead, exact, k > 0 or drafted, chosen)
-
-    def _room(self) -> tuple[tuple[int, ...], bool]:
-        """The most draft tokens that each slot can use, and whether that is exact."""
-        if self._draft is None or not self.most or self._spoiled.plain_next:
-            return self._no_draft(), True
-        bounds = self._bounds() if self._longest < inf else ()
-        room = []
-        for i, s in enumerate(self.slots):
-            if s is None or s.finish_reason is not None:
-                room.append(-1)
-                continue
-            most = self.most_for(s, bounds[i][0] + 1 if bounds else 0)
-            # Tokens after the row's end are useless. The answer must depend on the row
-            # alone: with the ratio rules, it decides what the row emits. How many
-            # tokens are left is known only if rounds are read at once.
-            if self._backend.costs_by_token:
-                most = min(most, max(s.remaining - self._pending(s) - 1, 0))
-            room.append(most)
-        longest = max((most for _, most in bounds), default=0)
-        return tuple(room), longest + 1 <= self._longest
-
-    def _no_draft(self) -> tuple[int, ...]:
-        return tuple([0 if s and s.finish_reason is None else -1 for s in self.slots])
+        return Plan(k, tuple(limits), lookahead, exact, k > 0 or drafted, chosen)
 
     def most_for(self, request: Request, length: int) -> int:
         """The most draft tokens that a row of ``length`` tokens may ever accept."""
@@ -333,30 +372,15 @@ class Rounds:
         limit = request.params.num_draft_tokens
         return self.most if limit is None else min(limit, self.most)
 
-    def _choice(self, room: Sequence[int]) -> int:
-        """The policy's choice of k for rows with so much room."""
-        left = {s.number: s.remaining for s in self.unfinished}
-        state = BatchState(
-            len(self.slots),
-            room,
-            sum(left.values()) / len(room),
-            self._backlog,
-            self._timer.in_flight,
-            {} if self.expected else left,
-            self._timer.joining,
-        )
-        return self._length.choose(state)
-
-    @property
-    def _backlog(self) -> int:
-        """Tokens of a row, on average, that the drafter has yet to take in."""
-        return 0 if self._draft is None else self._draft.backlog
-
-    @property
-    def _new_shapes(self) -> int:
-        """Forwards of both models so far whose shapes were new."""
-        draft = 0 if self._draft is None else self._draft.new_shapes
-        return self._target.new_shapes + draft
+    @staticmethod
+    def _lengths(request: Request, flying: Iterable[InFlight]) -> tuple[int, int]:
+        """The fewest and the most tokens that a row has after the rounds in flight."""
+        least = most = request.length
+        for round_ in flying:
+            # A round that checks may bring a row nothing.
+            least += request.finish_reason is None and not round_.plan.checks
+            most += round_.plan.num_draft_tokens + 1
+        return least, most
 
     # -- dispatch ----------------------------------------------------------
 
@@ -365,63 +389,66 @@ class Rounds:
 
         Nothing here waits for the device, unless a user's function or a grammar does.
         """
-        k, shapes = plan.num_draft_tokens, self._new_shapes
+        k, draft, rules = plan.num_draft_tokens, self._draft, self._rules
+        timed = self._choice.policy is not None and not plan.first
+        began, shapes, looks = 0.0, 0, False
+        backlog = draft.backlog if timed and k and draft is not None else 0
         self._observer.begun(k)
-        looks = not plan.first and self._begin_timing(plan)
-        committed = self._committed.within(self._rules.sampling.context_size)
-        round_ = self._rules.round_of(
-            plan.limits, committed, self._active, self._target
-        )
+        if not plan.first:
+            self._idle = 0 if k else self._idle + 1
+            self._spoiled.plain_next = self._spoiled.plain_next and k > 0
+        if timed:
+            began, shapes = self._timer.begin(), self._new_shapes
+            peek_rows = self._backend.peek_rows
+            few = peek_rows is None or len(self.slots) <= peek_rows
+            looks = not k and few and plan.chosen and self._shadow.due()
+        committed, width = self._committed, rules.sampling.context_size
+        if committed.recent.shape[1] != width:
+            committed = committed.within(width)
+        round_ = rules.round_of(plan.limits, committed, self._active, self._target)
 
         proposals = self._propose(round_) if k else None
         peeked = self._peek(round_) if looks else None
 
-        inputs = committed.newest
+        inputs = committed.recent[:, -1:]
         if proposals is not None:
             inputs = proposals.after(inputs)
             self._observer.built("draft", inputs)
         logits = self._target.forward(inputs)
         self._observer.built("verify", logits)
 
-        decision = self._rules.decide(
-            round_,
-            inputs,
-            proposals,
-            logits,
-            self._limit(plan),
-            hidden=self._target.hidden,
-            checks=plan.checks,
+        if self._last[0] != plan.limits:
+            self._last = plan.limits, mx.array(plan.limits, mx.int32)
+        limit = self._last[1]
+        if not plan.exact:  # the device knows which rows are too long
+            fits = committed.lengths <= self._longest
+            limit = mx.where(fits, limit, mx.minimum(limit, 0))
+        hidden, checks = self._target.hidden, plan.checks
+        decision = rules.decide(
+            round_, inputs, proposals, logits, limit, hidden=hidden, checks=checks
         )
-        accepted = decision.accepted
-        self._observer.built("sampling", accepted.kept, accepted.chosen)
+        self._observer.built("sampling", decision.kept, decision.chosen)
 
-        all_run = plan.limits.count(-1) == 0
-        if plan.checks or not all_run or decision.errors:  # else each keeps its token
+        # In a plain round of rows that all run, each keeps its token.
+        if checks or -1 in plan.limits or decision.errors:
             self._target.trim_per_sequence(decision.rejected, k + 1)
-        if self._draft is not None and not plan.first:
-            self._draft.commit(round_, accepted)
-        self._committed = decision.committed
+        if draft is not None and not plan.first:
+            draft.commit(round_, decision)
+        self._committed = committed = decision.committed
 
-        if self._new_shapes > shapes:  # rounds that waited are not timed
+        if timed and self._new_shapes > shapes:  # rounds that waited are not timed
             self._timer.interrupt(new_shape=k > 0)
         # One call starts all that the host will read or the next round needs.
-        ahead = [*vars(decision.committed).values(), self._target.offset]
-        if peeked is not None:
-            ahead += [peeked.tokens, peeked.lengths]
-        mx.async_eval(decision.packed, decision.peaks, ahead)
-        return InFlight(plan, tuple(self.slots), decision, peeked)
+        ahead = [committed.recent, committed.lengths, self._target.offset]
+        seen = () if peeked is None else (peeked.tokens, peeked.lengths)
+        mx.async_eval(decision.packed, decision.peaks, ahead, seen)
+        return InFlight(plan, tuple(self.slots), decision, peeked, began, backlog)
 
-    def _begin_timing(self, plan: Plan) -> bool:
-        """Start the round's clock; return whether to peek at draft proposals."""
-        k, numbers = plan.num_draft_tokens, [s.number if s else -1 for s in self.slots]
-        self._idle = 0 if k else self._idle + 1
-        self._spoiled.plain_next = self._spoiled.plain_next and k > 0
-        self._timer.begin(
-            k, plan.limits, numbers, backlog=self._backlog, forced=not plan.chosen
-        )
-        peek_rows = self._backend.peek_rows
-        few = peek_rows is None or len(numbers) <= peek_rows
-        return not k and few and plan.chosen and self._shadow.due()
+    @property
+    def _new_shapes(self) -> int:
+        """Forwards of both models so far whose shapes were new."""
+        draft = 0 if self._draft is None else self._draft.new_shapes
+        return self._target.new_shapes + draft
 
     def _propose(self, round_: Round) -> Proposals:
         """The draft's k tokens for every row."""
@@ -430,30 +457,18 @@ class Rounds:
         if round_.given is not None:  # a drafter may ignore the tokens given
             vocab_size = round_.sampling.vocab_size
             proposals = continued(round_.given, proposals, vocab_size)
+        if self._spoiled.rows is None:
+            return proposals
         return self._spoiled.harmless(round_, proposals)
 
     def _peek(self, round_: Round) -> Proposals | None:
         """The proposals for a round that does not draft, if the drafter tells them."""
-        if self._draft is None:
-            return None
+        assert self._draft is not None
         # No grammar masks: they would be made for tokens that nothing verifies.
         asked = replace(round_, num_draft_tokens=self.most, grammar=None)
         peeked = self._draft.peek(asked)
         # For proposals that were drawn, the emitted tokens do not show acceptance.
-        if peeked is None or peeked.probabilities is not None:
-            return None
-        self._timer.look()
-        return peeked
-
-    def _limit(self, plan: Plan) -> mx.array:
-        """The plan's limits as an exact array."""
-        if self._last is None or self._last[0] != plan.limits:
-            self._last = plan.limits, mx.array(plan.limits, mx.int32)
-        limit = self._last[1]
-        if not plan.exact:
-            fits = self._committed.lengths <= self._longest
-            limit = mx.where(fits, limit, mx.minimum(limit, 0))
-        return limit
+        return None if peeked is None or peeked.probabilities is not None else peeked
 
     # -- read --------------------------------------------------------------
 
@@ -463,15 +478,42 @@ class Rounds:
         Its rows get their tokens, the policy for k is shown its time and what was
         accepted, and rows whose logits a draft has spoiled go on.
         """
-        kept = round_.read()
+        kept, choice = round_.read(), self._choice
+        if round_.began and choice.policy is not None and choice.guard.error is None:
+            choice.policy.observe(self._timing(round_, kept))
+        if round_.spoiled:
+            self._recover(round_)
+
+    def _timing(self, round_: InFlight, kept: Sequence[int | None]) -> RoundTiming:
+        """What a round that was read shows the policy."""
+        k, limits = round_.plan.num_draft_tokens, round_.plan.limits
         shadow: list[tuple[int, int]] = []
-        if round_.num_draft_tokens:
+        if k:
             self._shadow.forget()
         elif round_.peeked is not None or self._shadow.awaiting:
             shadow = self._shadow.compare(round_.peeks())
-        self._length.observe(self._timer.read(kept, shadow))
-        if round_.spoiled:
-            self._recover(round_)
+        flying = [f for f in self._in_flight if not f.plan.first]
+        looked = any(f.peeked is not None for f in (round_, *flying))
+        seconds, fair, joining = self._timer.read(
+            round_.began, [f.plan.num_draft_tokens == k and not looked for f in flying]
+        )
+        running = [
+            (s.number, limit, min(n - 1, limit))
+            for s, limit, n in zip(round_.rows, limits, kept, strict=True)
+            if s is not None and n and limit > 0
+        ]
+        return RoundTiming(
+            len(limits),
+            k,
+            [(limit, accepted) for _, limit, accepted in running],
+            seconds,
+            fair and not looked,
+            round_.backlog,
+            [number for number, *_ in running],
+            shadow,
+            not round_.plan.chosen,
+            joining,
+        )
 
     def note_interruption(self) -> None:
         """Note that other work was dispatched between two rounds."""
@@ -483,7 +525,7 @@ class Rounds:
         for i, error in round_.spoiled.items():
             request = round_.rows[i]
             assert request is not None
-            if round_.num_draft_tokens or request.number in self._spoiled.numbers:
+            if round_.plan.num_draft_tokens or request.number in self._spoiled.numbers:
                 request.drafts = False
                 spoiled.append(request.number)
             else:  # no draft has touched it
@@ -501,22 +543,3 @@ class Rounds:
             "without a draft",
             len(spoiled),
         )
-
-    def _bounds(self) -> list[tuple[int, int]]:
-        """The least and the most tokens that each row can have in the target's cache.
-
-        These are the tokens that were read, plus what the rounds in flight may add.
-        """
-        bounds = []
-        for s in self.slots:
-            if s is None:
-                bounds.append((0, 0))
-                continue
-            least = most = s.length - 1
-            for flying in self._in_flight:
-                if flying.has(s):
-                    # A round that checks may bring a row nothing.
-                    least += s.finish_reason is None and not flying.plan.checks
-                    most += flying.num_draft_tokens + 1
-            bounds.append((least, most))
-        return bounds

@@ -61,11 +61,12 @@ class ChainDrafter(Drafter):
 
 
 def _both(name: str) -> Callable[..., None]:
-    """A method that calls the method of both rows."""
+    """A method that calls the method of both rows; rows that join are parted, too."""
 
     def call(self: ChainRows, *args: Any) -> None:
-        getattr(self._first, name)(*args)
-        getattr(self._second, name)(*args)
+        for i, rows in enumerate(self._parts):
+            parts = [a._parts[i] if isinstance(a, ChainRows) else a for a in args]
+            getattr(rows, name)(*parts)
 
     return call
 
@@ -82,79 +83,63 @@ class ChainRows(DraftRows):
     def __init__(
         self, first: DraftRows, second: DraftRows, num_layers: tuple[int, int]
     ):
-        self._first = first
-        self._second = second
-        self._num_layers = num_layers
+        self._parts, self._num_layers = (first, second), num_layers
 
     separate, store = _both("separate"), _both("store")
-    note_lengths = _both("note_lengths")
-    filter, reset = _both("filter"), _both("reset")
+    note_lengths, reset = _both("note_lengths"), _both("reset")
+    filter, extend, place = _both("filter"), _both("extend"), _both("place")
 
     @property
     def context(self) -> ModelRows | None:
         """That of the drafter that reads hidden states."""
-        first, _ = self._num_layers
-        return (self._first if first else self._second).context
+        return self._parts[0 if self._num_layers[0] else 1].context
 
     @property
     def backlog(self) -> int:
         """The larger of both."""
-        return max(self._first.backlog, self._second.backlog)
+        return max(rows.backlog for rows in self._parts)
 
     @property
     def nbytes(self) -> int:
-        return self._first.nbytes + self._second.nbytes
+        return sum(rows.nbytes for rows in self._parts)
 
     @property
     def new_shapes(self) -> int:
-        return self._first.new_shapes + self._second.new_shapes
+        return sum(rows.new_shapes for rows in self._parts)
+
+    def _shared_out(self, hidden: mx.array | None) -> list[mx.array | None]:
+        """The states of each drafter's layers; ``None`` if it asked for none."""
+        first, second = self._num_layers
+        if hidden is None or not (first and second):
+            return [hidden if first else None, None if first else hidden]
+        width = hidden.shape[-1] * first // (first + second)
+        return [hidden[..., :width], hidden[..., width:]]
 
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
-        first, second = self._shared_out(hidden)
-        if first is not None:
-            self._first.observe(first, following, lengths)
-        if second is not None:
-            self._second.observe(second, following, lengths)
-
-    def _shared_out(
-        self, hidden: mx.array | None
-    ) -> tuple[mx.array | None, mx.array | None]:
-        """The states of each drafter's layers; ``None`` if it asked for none."""
-        first, second = self._num_layers
-        if hidden is None or not first:
-            return None, hidden
-        if not second:
-            return hidden, None
-        width = hidden.shape[-1] * first // (first + second)
-        return hidden[..., :width], hidden[..., width:]
+        for rows, states in zip(self._parts, self._shared_out(hidden), strict=True):
+            if states is not None:
+                rows.observe(states, following, lengths)
 
     def prefill(self) -> Iterator[None]:
-        yield from self._first.prefill()
-        yield from self._second.prefill()
+        for rows in self._parts:
+            yield from rows.prefill()
 
     def propose(self, round_: Round) -> Proposals:
         """The first's proposals, continued by the second."""
-        first = vetted(self._first, round_, self._first.propose(round_))
-        if round_.given is not None:
-            first = continued(round_.given, first, round_.sampling.vocab_size)
-        round_ = replace(round_, given=first)
-        second = vetted(self._second, round_, self._second.propose(round_))
-        return continued(first, second, round_.sampling.vocab_size)
+        for rows in self._parts:
+            proposals = vetted(rows, round_, rows.propose(round_))
+            if round_.given is not None:
+                vocab_size = round_.sampling.vocab_size
+                proposals = continued(round_.given, proposals, vocab_size)
+            round_ = replace(round_, given=proposals)
+        return proposals
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        first, second = self._shared_out(accepted.hidden)
-        self._first.commit(round_, replace(accepted, hidden=first))
-        self._second.commit(round_, replace(accepted, hidden=second))
-
-    def extend(self, other: ChainRows) -> None:
-        self._first.extend(other._first)
-        self._second.extend(other._second)
-
-    def place(self, rows: Sequence[int], other: ChainRows, num_rows: int) -> None:
-        self._first.place(rows, other._first, num_rows)
-        self._second.place(rows, other._second, num_rows)
+        states = self._shared_out(accepted.hidden)
+        for rows, hidden in zip(self._parts, states, strict=True):
+            rows.commit(round_, replace(accepted, hidden=hidden))
 
 
 def continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:

@@ -33,7 +33,6 @@ __all__ = [
     "BatchState",
     "CostStore",
     "DraftLength",
-    "FixedLength",
     "ForwardCosts",
     "Forwards",
     "Peek",
@@ -107,8 +106,15 @@ class DraftLength(Protocol):
     def max_draft_tokens(self) -> int:
         """The largest k that it ever chooses."""
 
-    def prepare(self, num_rows: int) -> None:
-        """Get ready, before a batch of ``num_rows`` begins."""
+    def unmeasured(self, num_rows: int) -> int:
+        """How many rows to measure with, before as many begin; 0: nothing is needed."""
+
+    def measure(self, num_rows: int) -> None:
+        """Measure forwards of ``num_rows``.
+
+        Raises:
+            DrafterError: the drafter has failed.
+        """
 
     def may_pay(self, state: BatchState) -> bool:
         """Whether joining rows are worth the drafter's prefill.
@@ -123,30 +129,6 @@ class DraftLength(Protocol):
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round that was read."""
-
-
-@dataclass(frozen=True)
-class FixedLength:
-    """The same k in every round.
-
-    Args:
-        max_draft_tokens: k.
-    """
-
-    max_draft_tokens: int
-
-    def prepare(self, num_rows: int) -> None:
-        """Do nothing."""
-
-    def may_pay(self, state: BatchState) -> bool:
-        """Say yes: k was asked for."""
-        return True
-
-    def choose(self, state: BatchState) -> int:
-        return self.max_draft_tokens
-
-    def observe(self, timing: RoundTiming) -> None:
-        """Do nothing."""
 
 
 # -- acceptance -----------------------------------------------------------
@@ -645,7 +627,7 @@ class AutoLength:
         acceptance: what is known of the draft.
         ladder: the values of k to choose from, besides the largest.
         max_draft_tokens: the largest k.
-        measure: measures forwards at a batch size, before its first round.
+        forwards: measures forwards at a batch size, before its first round.
         measured_rows: the number of rows to measure with; ``None``: as many as the
             batch has.
         save: saves what was learnt; called now and then.
@@ -658,14 +640,14 @@ class AutoLength:
         *,
         ladder: Sequence[int] = LADDER,
         max_draft_tokens: int = LADDER[-1],
-        measure: Callable[[int], Forwards] | None = None,
+        forwards: Callable[[int], Forwards] | None = None,
         measured_rows: int | None = None,
         save: Callable[[RoundCosts, Acceptance], None] | None = None,
     ):
         self.costs, self.acceptance = costs, acceptance or Acceptance()
         self.max_draft_tokens = max_draft_tokens
         self._ladder = ladder
-        self._measure, self._measured_rows, self._save = measure, measured_rows, save
+        self._forwards, self._measured_rows, self._save = forwards, measured_rows, save
         self._lock = threading.RLock()
         # Plain rounds that tries may lose.
         self._budget = 0.2
@@ -709,13 +691,17 @@ class AutoLength:
             source = self.costs.source(num_rows, some)
             return text if source is None else f"{text} by {source}"
 
-    def prepare(self, num_rows: int) -> None:
-        """Measure forwards of ``num_rows``, unless those known are good enough."""
+    def unmeasured(self, num_rows: int) -> int:
+        """``num_rows``, or 0 if the forwards known are good enough."""
         rows = self._measured_rows or num_rows
         with self._lock:
-            if self._measure is None or self.costs.covers(rows):
-                return
-            self.costs.add(self._measure(rows))
+            return 0 if self._forwards is None or self.costs.covers(rows) else rows
+
+    def measure(self, num_rows: int) -> None:
+        """Measure forwards of ``num_rows``, and save them."""
+        assert self._forwards is not None
+        with self._lock:
+            self.costs.add(self._forwards(num_rows))
             self._keep()
 
     def _keep(self) -> None:

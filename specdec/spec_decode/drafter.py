@@ -348,3 +348,11 @@ class Drafter(ABC):
     @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
+
+
+def most_proposed(drafter: Drafter | None, asked: int) -> int:
+    """The most tokens that a round proposes, if ``asked`` are asked for."""
+    if drafter is None:
+        return 0
+    most = drafter.max_proposals
+    return asked if most is None else min(asked, most)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from inspect import isroutine
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..errors import DrafterError
-from ..models.runner import ModelRows
-from .draft_length import BatchState, DraftLength, RoundTiming
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .vetting import vetted
 
 log = logging.getLogger("specdec.spec_decode")
-
-T = TypeVar("T")
 
 
 class DraftGuard:
@@ -35,11 +32,7 @@ class DraftGuard:
 
     def drafter(self, drafter: Drafter) -> Drafter:
         """The drafter, guarded: its rows propose nothing after a failure."""
-        return _Guarded(drafter, self)
-
-    def length(self, length: DraftLength) -> DraftLength:
-        """The choice of k, guarded: 0 after a failure."""
-        return _GuardedLength(length, self)
+        return cast(Drafter, _Guarded(drafter, NoDrafter(), self))
 
     def fail(self, error: Exception, what: object) -> None:
         """Stop drafting: ``what`` has raised ``error``."""
@@ -59,146 +52,87 @@ def as_drafter_error(error: Exception, what: object) -> DrafterError:
     return DrafterError(f"drafter {name} failed ({reason})")
 
 
-class _Guarded(Drafter):
-    def __init__(self, drafter: Drafter, guard: DraftGuard):
-        self._drafter, self._guard = drafter, guard
-        self.context_length = drafter.context_length
-        self.hidden_layers = drafter.hidden_layers
-        self.context = drafter.context
-        self.reads_prompts = drafter.reads_prompts
+class NoDrafter(Drafter):
+    """Proposes nothing."""
 
-    def remember(self, answer: Sequence[int], client: str) -> None:
-        if self._guard.error is None:
-            try:
-                self._drafter.remember(answer, client)
-            except Exception as error:
-                self._guard.fail(error, self._drafter)
-
-    def rows(
-        self, prompts: Sequence[Sequence[int]], *, max_length: int
-    ) -> _GuardedRows:
-        rows = None
-        if self._guard.error is None:
-            try:
-                rows = self._drafter.rows(prompts, max_length=max_length)
-                if not isinstance(rows, DraftRows):
-                    raise DrafterError(
-                        f"drafter {type(self._drafter).__qualname__}: its rows are of "
-                        f"type {type(rows).__name__}: derive them from DraftRows"
-                    )
-            except Exception as error:
-                self._guard.fail(error, self._drafter)
-        return _GuardedRows(rows, self._guard)
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
+        return NoDraftRows()
 
 
-def _asking(name: str) -> Callable[..., None]:
-    """A method that calls the rows' method, unless one has failed."""
-
-    def call(self: _GuardedRows, *args: Any) -> None:
-        self._ask(lambda rows: getattr(rows, name)(*args), None)
-
-    return call
-
-
-class _GuardedRows(DraftRows):
-    """Rows of a drafter that may fail; after a failure they are ``None``."""
-
-    def __init__(self, rows: DraftRows | None, guard: DraftGuard):
-        self._rows, self._guard = rows, guard
-
-    def _ask(self, ask: Callable[[DraftRows], T], otherwise: T) -> T:
-        """What ``ask`` returns for the rows; ``otherwise`` if drafting has ended."""
-        rows = self._rows
-        if rows is None or self._guard.error is not None:
-            self._rows = None  # this frees their memory
-            return otherwise
-        try:
-            return ask(rows)
-        except Exception as error:
-            self._rows = None
-            self._guard.fail(error, rows)
-            return otherwise
-
-    observe, commit = _asking("observe"), _asking("commit")
-    separate, store = _asking("separate"), _asking("store")
-    note_lengths = _asking("note_lengths")
-    filter, reset = _asking("filter"), _asking("reset")
-
-    @property
-    def backlog(self) -> int:
-        return self._ask(lambda rows: rows.backlog, 0)
-
-    @property
-    def context(self) -> ModelRows | None:
-        return self._ask(lambda rows: rows.context, None)
-
-    @property
-    def nbytes(self) -> int:
-        return self._ask(lambda rows: rows.nbytes, 0)
-
-    @property
-    def new_shapes(self) -> int:
-        return self._ask(lambda rows: rows.new_shapes, 0)
-
-    def prefill(self) -> Iterator[None]:
-        none: Iterator[None] = iter(())
-        chunks = self._ask(lambda rows: iter(rows.prefill()), none)
-        while self._ask(lambda _: next(chunks, _THROUGH), _THROUGH) is not _THROUGH:
-            yield
-
-    def peek(self, round_: Round) -> Proposals | None:
-        def checked(rows: DraftRows) -> Proposals | None:
-            found = rows.peek(round_)
-            return found and vetted(rows, round_, found)
-
-        return self._ask(checked, None)
+class NoDraftRows(DraftRows):
+    """Rows for which nothing is proposed."""
 
     def propose(self, round_: Round) -> Proposals:
-        def checked(rows: DraftRows) -> Proposals:
-            return vetted(rows, round_, rows.propose(round_))
-
         num_rows, k = round_.recent.shape[0], round_.num_draft_tokens
-        nothing = Proposals(
-            mx.zeros((num_rows, k), mx.int32), lengths=mx.zeros((num_rows,), mx.int32)
-        )
-        return self._ask(checked, nothing)
+        none = mx.zeros((num_rows,), mx.int32)
+        return Proposals(mx.zeros((num_rows, k), mx.int32), lengths=none)
 
-    def extend(self, other: _GuardedRows) -> None:
-        theirs = other._rows
-        if theirs is not None:
-            self._ask(lambda rows: rows.extend(theirs), None)
+    def filter(self, rows: Sequence[int]) -> None:
+        return
 
-    def place(self, rows: Sequence[int], other: _GuardedRows, num_rows: int) -> None:
-        theirs = other._rows
-        if theirs is not None:
-            self._ask(lambda own: own.place(rows, theirs, num_rows), None)
+    def extend(self, other: DraftRows) -> None:
+        return
+
+    def place(self, rows: Sequence[int], other: DraftRows, num_rows: int) -> None:
+        return
 
 
-_THROUGH = object()
+class _Guarded:
+    """A drafter or its rows, until anything that the guard watches has failed."""
 
+    def __init__(self, watched: Any, instead: Drafter | DraftRows, guard: DraftGuard):
+        self._watched, self._instead, self._guard = watched, instead, guard
 
-class _GuardedLength:
-    def __init__(self, length: DraftLength, guard: DraftGuard):
-        self._length, self._guard = length, guard
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self._length.max_draft_tokens
-
-    def prepare(self, num_rows: int) -> None:
+    def _current(self) -> Any:
         if self._guard.error is not None:
-            return
+            self._watched = self._instead  # this frees the memory of what has failed
+        return self._watched
+
+    def _failed(self, error: Exception) -> Any:
+        self._guard.fail(error, self._watched)
+        return self._current()
+
+    def __getattr__(self, name: str) -> Any:
         try:
-            self._length.prepare(num_rows)
-        except DrafterError as error:  # its steps are timed there
-            self._guard.fail(error, self._length)
+            value = getattr(self._current(), name)
+        except Exception as error:
+            value = getattr(self._failed(error), name)
+        if not isroutine(value):
+            return value
 
-    def may_pay(self, state: BatchState) -> bool:
-        return self._guard.error is None and self._length.may_pay(state)
+        def call(*args: Any, **named: Any) -> Any:
+            watched = self._current()
+            # Rows that join are guarded, too.
+            args = tuple([a._current() if type(a) is _Guarded else a for a in args])
+            try:
+                return self._checked(name, args, getattr(watched, name)(*args, **named))
+            except Exception as error:
+                return getattr(self._failed(error), name)(*args, **named)
 
-    def choose(self, state: BatchState) -> int:
-        return 0 if self._guard.error is not None else self._length.choose(state)
+        return call
 
-    def observe(self, timing: RoundTiming) -> None:
-        if self._guard.error is None:
-            self._length.observe(timing)
+    def _checked(self, name: str, args: tuple[Any, ...], answer: Any) -> Any:
+        """What a method has returned, fit for the engine."""
+        if name == "propose" or (name == "peek" and answer is not None):
+            return vetted(self._watched, args[0], answer)
+        if name == "prefill":
+            return self._chunks(iter(answer))
+        if name != "rows":
+            return answer
+        if not isinstance(answer, DraftRows):
+            raise DrafterError(
+                f"drafter {type(self._watched).__qualname__}: its rows are of type "
+                f"{type(answer).__name__}: derive them from DraftRows"
+            )
+        return _Guarded(answer, NoDraftRows(), self._guard)
+
+    def _chunks(self, chunks: Iterator[None]) -> Iterator[None]:
+        while self._guard.error is None:
+            try:
+                next(chunks)
+            except StopIteration:
+                return
+            except Exception as error:
+                self._failed(error)
+                return
+            yield

@@ -7,7 +7,6 @@ what rows then emit.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,19 +46,6 @@ class RoundTiming:
     joining: bool = False
 
 
-@dataclass
-class _Dispatched:
-    """A round that was dispatched; ``peeks``: it looks at what would be proposed."""
-
-    num_draft_tokens: int
-    limits: Sequence[int]
-    rows: Sequence[int]
-    backlog: int
-    forced: bool
-    at: float
-    peeks: bool = False
-
-
 class StepTimer:
     """Measures how long rounds take.
 
@@ -68,51 +54,25 @@ class StepTimer:
     the time is fair only if the next round has the same k and no other work ran.
 
     Args:
-        clock: seconds.
+        clock: seconds, more than 0.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
-        self._flying: deque[_Dispatched] = deque()
-        self._last_read = float("-inf")
-        # When other work last ran, and when a round of new shapes was last built.
+        # When a round was last built and last read, when other work last ran, and when
+        # a round of new shapes was last built.
+        self._built = self._read = float("-inf")
         self._interrupted = self._new_shape = float("-inf")
-
-    @property
-    def in_flight(self) -> list[int]:
-        """k of each round that was not read yet."""
-        return [each.num_draft_tokens for each in self._flying]
 
     @property
     def joining(self) -> bool:
         """Whether other work was dispatched since the last round."""
-        last = self._flying[-1].at if self._flying else self._last_read
-        return self._interrupted > last
+        return self._interrupted > self._built
 
-    def begin(
-        self,
-        k: int,
-        limits: Sequence[int],
-        rows: Sequence[int] = (),
-        *,
-        backlog: int = 0,
-        forced: bool = False,
-    ) -> None:
-        """Note that a round is about to be built.
-
-        Args:
-            k: tokens that it drafts.
-            limits: draft tokens that each slot may accept; -1 if no row runs there.
-            rows: the rows' numbers.
-            backlog: tokens of a row that the drafter lacks.
-            forced: k was not chosen.
-        """
-        lag, now = backlog if k else 0, self._clock()
-        self._flying.append(_Dispatched(k, limits, rows, lag, forced, now))
-
-    def look(self) -> None:
-        """Note that the round just begun peeks."""
-        self._flying[-1].peeks = True
+    def begin(self) -> float:
+        """Note that a round is about to be built; return when that is."""
+        self._built = self._clock()
+        return self._built
 
     def interrupt(self, *, new_shape: bool = False) -> None:
         """Note that other work was dispatched, or that a round had new shapes."""
@@ -121,43 +81,23 @@ class StepTimer:
         else:
             self._interrupted = self._clock()
 
-    def read(
-        self, kept: Sequence[int | None], shadow: Sequence[tuple[int, int]] = ()
-    ) -> RoundTiming:
-        """Note that the oldest round was read.
+    def read(self, began: float, alike: Sequence[bool]) -> tuple[float, bool, bool]:
+        """Note that a round was read.
 
         Args:
-            kept: tokens that each slot kept; ``None`` if no row ran there.
-            shadow: see :class:`RoundTiming`.
+            began: when it began to be built.
+            alike: for each round that is in flight, whether it does the same.
+
+        Returns:
+            Its seconds; whether another round like it would take as long; and whether
+            other work ran beside it.
         """
-        round_, now = self._flying.popleft(), self._clock()
-        k, since = round_.num_draft_tokens, max(round_.at, self._last_read)
-        overlapped = since > round_.at
-        self._last_read = now
-        meanwhile = self._flying
+        now, since = self._clock(), max(began, self._read)
+        overlapped, joining = since > began, since <= self._interrupted
+        self._read = now
         # A round that overlaps the one before must overlap the next one, too.
-        alike = overlapped == bool(meanwhile) and all(
-            each.num_draft_tokens == k for each in meanwhile
-        )
-        peeks = round_.peeks or any(each.peeks for each in meanwhile)
-        joining = since <= self._interrupted
-        running = [
-            (i, limit, min(n - 1, limit))
-            for i, (limit, n) in enumerate(zip(round_.limits, kept, strict=True))
-            if n and limit > 0
-        ]
-        return RoundTiming(
-            len(round_.limits),
-            k,
-            [(limit, accepted) for _, limit, accepted in running],
-            now - since,
-            alike and not peeks and not joining and since > self._new_shape,
-            round_.backlog,
-            [round_.rows[i] for i, *_ in running] if round_.rows else (),
-            shadow,
-            round_.forced,
-            joining,
-        )
+        fair = overlapped == bool(alike) and all(alike) and since > self._new_shape
+        return now - since, fair and not joining, joining
 
 
 @dataclass(frozen=True)

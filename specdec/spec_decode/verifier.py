@@ -74,11 +74,10 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What a round decided, on the device.
+class Decision(Accepted):
+    """What a round decided, on the device: what rows accept, and what follows from it.
 
     Args:
-        accepted: what every row commits.
         rejected: how many of the round's inputs are taken back, shape (B,), int32.
         committed: what is committed after the round.
         packed: for the host, shape (B, k + 3), int32: how many tokens each row keeps;
@@ -91,11 +90,10 @@ class Decision:
             that the row keeps.
     """
 
-    accepted: Accepted
-    rejected: mx.array
-    committed: Committed
-    packed: mx.array
-    peaks: mx.array
+    rejected: mx.array = field(kw_only=True)
+    committed: Committed = field(kw_only=True)
+    packed: mx.array = field(kw_only=True)
+    peaks: mx.array = field(kw_only=True)
     logprobs: Logprobs | None = None
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -166,12 +164,12 @@ class Verifier:
         """See :attr:`~specdec.spec_decode.drafter.Round.clients`."""
         return tuple(None if s is None else s.drafted_as for s in self.rows)
 
-    @property
+    @cached_property
     def needs_probabilities(self) -> bool:
         """Whether some row's verification needs what proposals were drawn from."""
         return self.rejection is not None or self.block is not None
 
-    @property
+    @cached_property
     def needs_tokens(self) -> bool:
         """Whether the host must know every committed token before a round."""
         return bool(self.stepwise or self.grammars)
@@ -273,37 +271,45 @@ class Verifier:
         chosen = self.sampling.choose(logits, draws)
         before = round_.recent, round_.lengths
         kept, *follows = self.compute(inputs, chosen, limit, meant, *before)
-        by_equality = accepted = Accepted(chosen, kept, hidden)
-        limit = follows[0]
+        limit, equal = follows[0], kept
         if proposals is not None and self.needs_probabilities:
-            accepted = self._by_ratio(accepted, proposals, logits, draws, limit)
+            chosen, kept = self._by_ratio(chosen, kept, proposals, logits, draws, limit)
         errors = {} if round_.grammar is None else dict(round_.grammar.errors)
         if self.stepwise:
-            accepted, logits, failed = self._stepwise(
-                accepted, proposed, logits, draws, limit
+            chosen, kept, logits = self._stepwise(
+                chosen, kept, proposed, logits, draws, limit, errors
             )
-            errors |= failed
             peaks = logits.max(axis=-1)
-        if accepted is not by_equality:
-            follows = list(after(accepted.chosen, accepted.kept, limit, *before))
+        if kept is not equal:  # another rule than equality has decided
+            follows = list(after(chosen, kept, limit, *before))
         _, rejected, packed, recent, lengths = follows
         if checks and proposals is None:  # rows that keep nothing may go on
             recent = mx.where(limit[:, None] < 0, round_.recent, recent)
         logprobs = None
         if self.num_top is not None:
-            logprobs = Logprobs.of(logits, accepted.chosen, self.num_top)
-        committed = Committed(recent, lengths)
-        return Decision(accepted, rejected, committed, packed, peaks, logprobs, errors)
+            logprobs = Logprobs.of(logits, chosen, self.num_top)
+        return Decision(
+            chosen,
+            kept,
+            hidden,
+            logprobs,
+            errors,
+            rejected=rejected,
+            committed=Committed(recent, lengths),
+            packed=packed,
+            peaks=peaks,
+        )
 
     def _by_ratio(
         self,
-        accepted: Accepted,
+        chosen: mx.array,
+        kept: mx.array,
         proposals: Proposals,
         logits: mx.array,
         draws: Draws,
         limit: mx.array,
-    ) -> Accepted:
-        """What is accepted, where rows with a ratio rule follow that rule."""
+    ) -> tuple[mx.array, mx.array]:
+        """``chosen`` and ``kept``, where rows with a ratio rule follow that rule."""
         sampling, k = self.sampling, proposals.tokens.shape[1]
         if proposals.probabilities is not None:
             # A broken draft's proposals (NaN, say) are not accepted.
@@ -335,26 +341,28 @@ class Verifier:
             ruled = rejection_sampler.with_extra_token(proposed, prefix, noise[:, 0])
             # A row that may accept nothing decides as in a round of k = 0.
             rows = rows & (limit > 0)
-            accepted = replace(
-                accepted,
-                chosen=mx.where(rows[:, None], ruled.chosen, accepted.chosen),
-                kept=mx.where(rows, ruled.kept, accepted.kept),
-            )
-        return accepted
+            chosen = mx.where(rows[:, None], ruled.chosen, chosen)
+            kept = mx.where(rows, ruled.kept, kept)
+        return chosen, kept
 
     def _stepwise(
         self,
-        accepted: Accepted,
+        chosen: mx.array,
+        kept: mx.array,
         proposed: mx.array,
         logits: mx.array,
         draws: Draws,
         limit: mx.array,
-    ) -> tuple[Accepted, mx.array, dict[int, str]]:
-        """What is accepted, and the logits, where the user's functions choose."""
+        errors: dict[int, str],
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """``chosen``, ``kept`` and the logits, where the user's functions choose.
+
+        Args:
+            errors: takes up the errors of these functions, by row.
+        """
         limits: list[int] = limit.tolist()  # type: ignore[assignment]
-        errors: dict[int, str] = {}
-        chosen = [mx.array(row) for row in accepted.chosen]
-        kept = [mx.array(n) for n in accepted.kept]
+        tokens = [mx.array(row) for row in chosen]
+        counts = [mx.array(n) for n in kept]
         by_row: list[list[int]] = proposed.tolist()  # type: ignore[assignment]
         for i, sampling in self.stepwise:
             if limits[i] < 0:
@@ -371,12 +379,11 @@ class Verifier:
             if stepped.error is not None:
                 errors[i] = stepped.error
             n = len(stepped.tokens)
-            kept[i] = mx.array(n, mx.int32)
+            counts[i] = mx.array(n, mx.int32)
             if n == 0:
                 continue
-            padding = [0] * (accepted.chosen.shape[1] - n)
-            chosen[i] = mx.array([*stepped.tokens, *padding], mx.int32)
+            padding = [0] * (chosen.shape[1] - n)
+            tokens[i] = mx.array([*stepped.tokens, *padding], mx.int32)
             rows = mx.concatenate(stepped.logits)[None].astype(logits.dtype)
             logits = mx.slice_update(logits, rows, mx.array([i, 0, 0]), axes=(0, 1, 2))
-        decided = replace(accepted, chosen=mx.stack(chosen), kept=mx.stack(kept))
-        return decided, logits, errors
+        return mx.stack(tokens), mx.stack(counts), logits

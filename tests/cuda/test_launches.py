@@ -69,7 +69,7 @@ class Launches:
             self._found.clear()
             in_flight = dispatch(batch, plan)
             if len(batch.slots) == self._num_rows and not plan.first:
-                found = in_flight.num_draft_tokens, Counter(self._found)
+                found = in_flight.plan.num_draft_tokens, Counter(self._found)
                 self.rounds.append(found)
             return in_flight
 
@@ -175,7 +175,7 @@ def test_a_round_launches_no_more(
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=k or "auto")
     decoder = SpecDecoder(target, drafter=drafter, config=config)
     if rests:
-        decoder._length = Script(lambda number: 0)
+        decoder._length = Script(lambda number: 0)  # type: ignore[assignment]
     launches = Launches(monkeypatch, tmp_path, batch_size)
     for name in ("search", "keep"):
         kernel = getattr(ngram_kernel, name)

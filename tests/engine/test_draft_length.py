@@ -34,7 +34,6 @@ from specdec.spec_decode.backlog import Backlog
 from specdec.spec_decode.draft_length import (
     AutoLength,
     CostStore,
-    FixedLength,
     ForwardCosts,
     Forwards,
     RoundCosts,
@@ -545,12 +544,13 @@ def test_costs_are_kept_on_disk(
     config, runner, drafter = runners(target, other)
     store = CostStore(tmp_path / "costs.json")
     length = draft_length(config, runner, drafter, AT_ONCE, store=store)
-    length.prepare(2)
+    assert isinstance(length, AutoLength)
+    length.measure(length.unmeasured(2))
     written = store.path.read_text("utf-8")
     again = draft_length(config, runner, drafter, AT_ONCE, store=store)
     assert isinstance(again, AutoLength)
     assert again.costs.covers(1)
-    again.prepare(2)
+    assert not again.unmeasured(2)
     assert store.path.read_text("utf-8") == written
     # Other models, and other caches, are other costs.
     keys = {
@@ -565,6 +565,6 @@ def test_costs_are_kept_on_disk(
 
 def test_a_number_or_no_draft_needs_no_costs(target: Any, other: Any) -> None:
     config, runner, drafter = runners(target, other)
-    assert draft_length(config, runner, None, AT_ONCE) == FixedLength(0)
+    assert draft_length(config, runner, None, AT_ONCE) is None
     three = EngineConfig(num_draft_tokens=3)
-    assert draft_length(three, runner, drafter, AT_ONCE) == FixedLength(3)
+    assert draft_length(three, runner, drafter, AT_ONCE) is None

@@ -205,10 +205,11 @@ def test_a_draft_is_dropped_with_the_last_row_that_has_one(
     ended: list[bool] = []
     retire = DecodeBatch.retire
 
-    def noted(self: DecodeBatch) -> None:
+    def noted(self: DecodeBatch) -> bool:
         had = self._draft is not None
-        retire(self)
+        left = retire(self)
         ended.append(had and self._draft is None)
+        return left
 
     monkeypatch.setattr(DecodeBatch, "retire", noted)
     length = Deciding(lambda number: 2, [False, True])

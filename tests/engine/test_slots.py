@@ -309,14 +309,14 @@ def test_idle_slots_hold_nothing(target: Any, monkeypatch: pytest.MonkeyPatch) -
     lengths: list[tuple[bool, int]] = []
     retire = DecodeBatch.retire
 
-    def noted(self: DecodeBatch) -> None:
-        retire(self)
-        if not self.unfinished:  # it is about to be dropped
-            return
+    def noted(self: DecodeBatch) -> bool:
+        if not retire(self):  # it is about to be dropped
+            return False
         offsets: list[int] = self._target.offset.tolist()  # type: ignore[assignment]
         lengths.extend(
             (slot is None, n) for slot, n in zip(self.slots, offsets, strict=True)
         )
+        return True
 
     monkeypatch.setattr(DecodeBatch, "retire", noted)
     prompts, params = job(24, seed=2)

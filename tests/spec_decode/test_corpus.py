@@ -19,7 +19,6 @@ from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.spec_decode import ChainDrafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.corpus import DEPTH, SHORTEST, Corpora, Corpus
-from specdec.spec_decode.guard import DraftGuard
 from tests.models.folders import write_folder
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
 from tests.spec_decode.repetitive import make_prompts
@@ -195,7 +194,6 @@ def test_an_answer_is_drafted_again(
         runner = ModelRunner(drafts["unrelated"], "draft", EngineConfig(), backend)
         second = DraftModel(runner, vocab_size=97, max_draft_tokens=K)
         drafter = ChainDrafter(drafter, second)
-    drafter = DraftGuard().drafter(drafter)
     prompt = make_prompts()[3]
     plain = SamplingParams(max_tokens=30)
     salts = (None, None, "a", "a", "b")

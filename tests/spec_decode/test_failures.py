@@ -15,12 +15,9 @@ from specdec.backend import BackendDefaults
 from specdec.engine.observer import RoundObserver
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
-from specdec.spec_decode.draft_length import BatchState
-from specdec.spec_decode.guard import DraftGuard
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.tools.decoding import token_level
 from tests.plain import AT_ONCE, BEHIND, exact, greedy, run_rows
-from tests.scripted import Script
 from tests.spec_decode.repetitive import make_prompts
 
 LENGTHS = [9, 30, 4, 17, 25, 1, 12, 21]
@@ -172,16 +169,6 @@ def test_where_costs_are_measured(
     drafter.calls.clear()
     with pytest.raises(DrafterError, match=r"drafter Failing failed \(KeyError\)"):
         decoder.measure_forwards(1)
-
-
-def test_no_k_is_chosen_after_a_failure(draft_failures: list[str]) -> None:
-    """Catches rounds that are still drafted for by a drafter that has failed."""
-    guard = DraftGuard()
-    length = guard.length(Script(lambda number: 2))
-    assert length.choose(BatchState(1, [8], 9.0)) == 2
-    guard.fail(ZeroDivisionError("no luck"), Failing())
-    assert length.choose(BatchState(1, [8], 9.0)) == 0
-    draft_failures.pop()
 
 
 class Lengths(RoundObserver):

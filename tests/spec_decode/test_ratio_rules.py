@@ -270,10 +270,9 @@ def decodings(
         )
         logits = target_logits[inputs]
         decision = rules.decide(round_, inputs, proposals, logits, limit)
-        accepted = decision.accepted
-        recent = next_recent(recent, accepted.chosen, accepted.kept)
-        first = first + accepted.kept
-        out.add(accepted.chosen, accepted.kept)
+        recent = next_recent(recent, decision.chosen, decision.kept)
+        first = first + decision.kept
+        out.add(decision.chosen, decision.kept)
     return out
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from specdec.spec_decode.draft_length import (
     BatchState,
     DraftLength,
-    FixedLength,
     Forwards,
     RoundTiming,
 )
+from tests.scripted import Script
 
 RECORDED = Path(__file__).with_name("recorded.json")
 
@@ -175,7 +175,7 @@ class Job:
 
     def fixed(self, k: int, seeds: Sequence[int]) -> float:
         """Mean seconds with a fixed k."""
-        return sum(self.seconds(FixedLength(k), s) for s in seeds) / len(seeds)
+        return sum(self.seconds(Script(lambda _: k), s) for s in seeds) / len(seeds)
 
 
 def recorded() -> dict[str, Job]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 import pytest
@@ -20,9 +20,9 @@ from specdec.spec_decode.draft_length import (
     AutoLength,
     BatchState,
     DraftLength,
-    FixedLength,
     ForwardCosts,
     RoundCosts,
+    RoundTiming,
     StepTimer,
     tokens_per_round,
 )
@@ -76,17 +76,18 @@ class Overlapped:
     def run(self, length: DraftLength, seed: int) -> list[int]:
         """k of each round."""
         rng, pace = random.Random(seed), shared_host(seed)
-        now = free_at = 0.0
+        now = free_at = 1.0
         timer = StepTimer(lambda: now)
-        pending: list[tuple[int, float]] = []
+        # Of each round in flight: k, when it began and when it ends.
+        pending: list[tuple[int, float, float]] = []
         chosen, met = [], Counter[int]()
         for number in range(self.rounds):
             remaining = max(20.0, 127.0 - number % 127)
             room = [8] * self.num_rows
-            flying = timer.in_flight
+            flying = [drafted for drafted, *_ in pending]
             state = BatchState(self.num_rows, room, remaining, in_flight=flying)
             k = length.choose(state)
-            timer.begin(k, (k,) * self.num_rows)
+            began = timer.begin()
             took = self.cost(self.num_rows, k) * next(pace)
             now += (0.9 if self.launching else 0.1) * took
             met[k] += 1
@@ -95,13 +96,18 @@ class Overlapped:
                 now += self.new_shape / NEW
                 timer.interrupt(new_shape=True)
             free_at = max(now, free_at) + (0.1 if self.launching else 0.9) * took
-            pending.append((k, free_at))
+            pending.append((k, began, free_at))
             chosen.append(k)
             if len(pending) > 1:
-                drafted, end = pending.pop(0)
+                drafted, began, end = pending.pop(0)
                 now = max(now, end)
-                kept = [1 + self._accepted(rng, drafted) for _ in [0] * 8]
-                length.observe(timer.read(kept))
+                rows = [(drafted, self._accepted(rng, drafted)) for _ in [0] * 8]
+                alike = [other == drafted for other, *_ in pending]
+                seconds, fair, joining = timer.read(began, alike)
+                timing = RoundTiming(
+                    self.num_rows, drafted, rows if drafted else [], seconds, fair
+                )
+                length.observe(replace(timing, joining=joining))
         return chosen
 
     def _accepted(self, rng: random.Random, k: int) -> int:
@@ -169,8 +175,3 @@ def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:
     simulation.run(fixed, 0)
     # In the first ones shapes are got ready for.
     assert [o.fair for o in fixed.outcomes] == [False] * NEW + [True] * (60 - NEW)
-
-
-def test_a_fixed_length_needs_no_times() -> None:
-    simulation = Overlapped(LAUNCHES, 0.5, True, rounds=10)
-    assert simulation.run(FixedLength(2), 0) == [2] * 10

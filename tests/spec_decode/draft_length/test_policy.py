@@ -18,7 +18,6 @@ from specdec.spec_decode.draft_length import (
     AutoLength,
     BatchState,
     CostStore,
-    FixedLength,
     ForwardCosts,
     Forwards,
     RoundCosts,
@@ -220,6 +219,11 @@ def length_of(cost: Costs, num_rows: int = 1) -> AutoLength:
     return AutoLength(RoundCosts(forwards))
 
 
+def prepare(length: AutoLength, num_rows: int) -> None:
+    if rows := length.unmeasured(num_rows):
+        length.measure(rows)
+
+
 def observe(length: AutoLength, cost: Costs, k: int, accepted: int, n: int) -> None:
     for _ in range(n):
         length.observe(RoundTiming(1, k, [(k, accepted)] if k else [], cost(1, k)))
@@ -369,11 +373,11 @@ def test_costs_are_measured_once_per_batch_size() -> None:
 
     length = AutoLength(
         RoundCosts(ForwardCosts()),
-        measure=measure,
+        forwards=measure,
         save=lambda costs, acceptance: saved.append(costs.rounds),
     )
     for num_rows in (8, 8, 7, 6, 1, 8):
-        length.prepare(num_rows)
+        prepare(length, num_rows)
     assert measured == [8, 1]
     assert saved == [0, 0]
     observe(length, cost, 0, 0, 300)
@@ -387,9 +391,9 @@ def test_costs_of_one_row_may_stand_for_all() -> None:
         measured.append(num_rows)
         return cpu(0.2).measured(num_rows)
 
-    length = AutoLength(RoundCosts(ForwardCosts()), measure=measure, measured_rows=1)
+    length = AutoLength(RoundCosts(ForwardCosts()), forwards=measure, measured_rows=1)
     for num_rows in (8, 1, 32):
-        length.prepare(num_rows)
+        prepare(length, num_rows)
     assert measured == [1]
     found = length.costs.relative(8, 2)
     assert found == pytest.approx(cpu(0.2)(8, 2) / cpu(0.2)(8, 0), rel=0.05)
@@ -440,14 +444,6 @@ def test_prompts_that_take_little_are_a_drafters_always() -> None:
         assert length.may_pay(BatchState(1, [8], 5000, 60))
         assert not length.may_pay(BatchState(1, [8], 128, 60))
     assert length._budget == -5.0
-
-
-def test_a_fixed_length_is_fixed() -> None:
-    length = FixedLength(3)
-    length.prepare(8)
-    assert length.may_pay(BatchState(8, [3] * 8, 1, 1000))
-    length.observe(RoundTiming(1, 3, [(3, 0)], 1.0))
-    assert length.choose(BatchState(1, [0], 1)) == length.max_draft_tokens == 3
 
 
 def test_prompts_are_taken_in_again_when_that_has_paid() -> None:
@@ -539,9 +535,9 @@ def test_forwards_measured_on_a_busy_machine_are_measured_again(
                 return forwards
 
             costs, acceptance = store.load("pair")
-            length = AutoLength(costs, acceptance, measure=measure)
+            length = AutoLength(costs, acceptance, forwards=measure)
             for _ in range(3):
-                length.prepare(1)
+                prepare(length, 1)
                 observe(length, gpu(0.2), 0, 0, 8)
             store.save("pair", costs, acceptance)
             assert len(measured) == expected
@@ -552,8 +548,8 @@ def test_the_reason_says_whose_costs_it_goes_by() -> None:
     old = RoundCosts(ForwardCosts([gpu(0.2).measured(1)]))
     new = RoundCosts(ForwardCosts())
     for costs in (old, new):
-        length = AutoLength(costs, measure=gpu(0.2).measured)
-        length.prepare(1)
+        length = AutoLength(costs, forwards=gpu(0.2).measured)
+        prepare(length, 1)
         observe(length, gpu(0.2), 0, 0, 4)
         source = "costs of an earlier run"
         if costs is new:
