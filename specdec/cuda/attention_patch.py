@@ -8,8 +8,6 @@ attention in another way.
 
 from __future__ import annotations
 
-import copy
-import copyreg
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import product
@@ -23,6 +21,7 @@ from mlx_lm.models import base
 
 from . import decode_attention
 from .kernels import TYPES
+from .modules import Derived
 
 _NAME = "scaled_dot_product_attention"
 _USUAL: Any = getattr(base, _NAME)
@@ -48,21 +47,6 @@ def _attend(
     return decode_attention.attention(queries, keys, values, scale, mask)
 
 
-class _Derived(type):
-    """The metaclass of the classes made here, which have mlx-lm's names.
-
-    Pickle cannot find them by name, so a pickled module has mlx-lm's class.
-    """
-
-
-def _pickled(kind: type) -> tuple[Any, ...]:
-    # The copy of a class is the class itself, so files need only mlx-lm.
-    return copy.copy, (kind.__base__,)
-
-
-copyreg.pickle(_Derived, _pickled)
-
-
 @cache
 def calling_instead(kind: Any, name: str, usual: Any, ours: Any) -> Any:
     """``kind`` with ``ours`` as the function that its file calls ``name``.
@@ -84,7 +68,7 @@ def calling_instead(kind: Any, name: str, usual: Any, ours: Any) -> Any:
     twin.__kwdefaults__ = call.__kwdefaults__
     # ``__module__`` still names mlx-lm's file.
     also = {"__call__": twin, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return _Derived(kind.__name__, (kind,), also)
+    return Derived(kind.__name__, (kind,), also)
 
 
 def _attending(kind: Any) -> Any:
@@ -154,5 +138,5 @@ def usual_calls(model: nn.Module) -> None:
     """Give modules that call our functions mlx-lm's classes again, in place."""
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        if isinstance(type(module), _Derived):
+        if isinstance(type(module), Derived):
             module.__class__ = type(module).__base__

@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
-from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from . import packed_matmul
 from .kernels import TYPES, cuda_kernel
-from .modules import change_kinds
+from .modules import Derived
 from .packed_matmul import Kind
 from .proofs import holds
 
@@ -260,18 +258,17 @@ def _packed(layer: Any) -> tuple[mx.array, ...]:
     return layer["weight"], layer["scales"], layer["biases"]
 
 
-class FewLaunchesQwen3Moe(_FewLaunches, Qwen3MoeSparseMoeBlock):
-    """Experts without a shared one."""
-
-
-class FewLaunchesQwen3Next(_FewLaunches, Qwen3NextSparseMoeBlock):
-    """Experts with a shared one."""
-
-
-KINDS: dict[type, type] = {
-    Qwen3MoeSparseMoeBlock: FewLaunchesQwen3Moe,
-    Qwen3NextSparseMoeBlock: FewLaunchesQwen3Next,
+# Blocks by name, so that only models that have them import their modules.
+_BLOCKS = {
+    ("mlx_lm.models.qwen3_moe", "Qwen3MoeSparseMoeBlock"),
+    ("mlx_lm.models.qwen3_next", "Qwen3NextSparseMoeBlock"),
 }
+
+
+@cache
+def _with_few_launches(kind: type) -> Any:
+    also = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return Derived(kind.__name__, (_FewLaunches, kind), also)
 
 
 def form_of(block: Any) -> Form | None:
@@ -317,11 +314,10 @@ def take_few_launches(model: nn.Module) -> None:
 
     This tries the kernels for the blocks that the model has.
     """
-    change_kinds(
-        model,
-        KINDS,
-        lambda block: (form := form_of(block)) is not None and proven(form),
-    )
+    for block in _blocks(model):
+        form = form_of(block)
+        if form is not None and proven(form):
+            block.__class__ = _with_few_launches(type(block))
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
@@ -332,7 +328,9 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
 
 def _blocks(model: nn.Module) -> Iterator[Any]:
     modules: list[tuple[str, Any]] = model.named_modules()
-    return (module for _, module in modules if type(module) in KINDS)
+    for _, module in modules:
+        if (type(module).__module__, type(module).__name__) in _BLOCKS:
+            yield module
 
 
 def proven(form: Form) -> bool:

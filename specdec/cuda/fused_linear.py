@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
-from . import expert_block, packed_matmul, skinny_matmul
+from . import packed_matmul, skinny_matmul
 from .attention_patch import usual_calls
 from .expert_matmul import (
     PiecewiseQuantizedSwitchLinear,
@@ -186,7 +186,6 @@ _PLAIN: dict[type, Any] = {
     PiecewiseSwitchLinear: SwitchLinear,
     PiecewiseQuantizedSwitchLinear: QuantizedSwitchLinear,
     UnsortedSwitchGLU: SwitchGLU,
-    **{ours: usual for usual, ours in expert_block.KINDS.items()},
 }
 
 

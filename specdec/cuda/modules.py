@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+
+
+class Derived(type):
+    """The metaclass of classes made here of mlx-lm's, with the same names.
+
+    Pickle cannot find them by name, so a pickled module has mlx-lm's class, which is
+    their ``__base__``.
+    """
+
+
+def _pickled(kind: type) -> tuple[Any, ...]:
+    # The copy of a class is the class itself, so files need only mlx-lm.
+    return copy.copy, (kind.__base__,)
+
+
+copyreg.pickle(Derived, _pickled)
 
 
 def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
