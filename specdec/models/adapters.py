@@ -21,6 +21,8 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapters.safetensors"
 _ARRAYS = ("lora_a", "lora_b", "m")
 # The largest rank that an adapter may have. Known adapters have a hundredth of it.
 _MOST_RANK = 1 << 14
+# A change of a layer's outputs, relative to the largest, that float32 does not show.
+_NOTHING = 1e-9
 
 
 def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
@@ -43,8 +45,8 @@ def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
             f"adapter {folder} does not fit the model ({why}): give the model that it "
             "was trained on"
         ) from error
-    _check_whole(model, folder, whole=full)
     model.eval()
+    _check_whole(model, folder, whole=full)
 
 
 def _check_whole(model: nn.Module, folder: Path, *, whole: bool) -> None:
@@ -69,16 +71,34 @@ def _check_whole(model: nn.Module, folder: Path, *, whole: bool) -> None:
         raise ModelError(
             f"adapter {folder}: {odd[0]} has no floating-point numbers: train it again"
         )
-    ends = ("lora_a", "lora_b")
-    pairs = {n.rpartition(".")[0] for n in wanted if n.endswith(ends)}
-    if len(pairs) * 2 == len(wanted) and not any(
-        mx.all(mx.stack([stored[f"{layer}.{end}"].any() for end in ends])).item()
-        for layer in pairs
-    ):
+    adapted = [layer for _, layer in model.named_modules() if "lora_b" in layer]
+    if adapted and not any(map(_changes, adapted)):
         raise ModelError(
-            f"adapter {folder} changes nothing (one matrix of each pair is 0): leave "
-            "it out, or train it"
+            f"adapter {folder} changes nothing (its scale or one matrix of each pair "
+            "is 0 or too small): leave it out, or train it"
         )
+
+
+def _changes(layer: Any) -> bool:
+    """Whether a layer with an adapter computes other numbers than without."""
+    if "embedding" in layer:
+        base, arguments = layer.embedding, (mx.arange(8),)
+    else:
+        base, experts = layer.linear, layer.lora_a.ndim == 3
+        dtype = base.get("scales", base.weight).dtype
+        if experts:  # (E, R, D); others have (D, R)
+            num_experts, _, columns = layer.lora_a.shape
+            rows, more = (num_experts, 1, 1), (mx.arange(num_experts)[:, None],)
+        else:
+            columns, rows, more = layer.lora_a.shape[0], (8,), ()
+        numbers = mx.random.normal((*rows, columns), key=mx.random.key(0))
+        arguments = (numbers.astype(dtype), *more)
+    try:
+        without = base(*arguments).astype(mx.float32)
+        change = layer(*arguments).astype(mx.float32) - without
+        return bool((mx.abs(change).max() > _NOTHING * mx.abs(without).max()).item())
+    except (RuntimeError, ValueError):  # the device cannot compute with its type
+        return True
 
 
 def _check(folder: Path) -> dict[str, Any]:
@@ -102,9 +122,4 @@ def _check(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read ({error}): train it again") from error
     if not 1 <= rank <= _MOST_RANK:
         raise ModelError(f"{path} says rank is {rank}: train it again")
-    if lora.get("scale") == 0:
-        raise ModelError(
-            f"{path} says scale is 0, so that the adapter changes nothing: leave the "
-            "adapter out, or train it with another scale"
-        )
     return config

@@ -162,7 +162,13 @@ def test_a_part_of_an_adapter_is_refused(
             opened(tmp_path / "target", adapter_path=adapter)
 
 
-@pytest.mark.parametrize(("scale", "message"), [(0, "changes nothing"), ("a", "scale")])
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        *((n, "changes nothing") for n in (0, -0.0, 1e-30, -1e-20, 1e-400)),
+        ("a", "scale"),
+    ],
+)
 def test_a_scale_that_does_nothing(scale: Any, message: str, tmp_path: Path) -> None:
     """Or that is no number."""
     write_folder(tmp_path / "target")
@@ -180,6 +186,7 @@ def test_a_scale_that_does_nothing(scale: Any, message: str, tmp_path: Path) -> 
     [
         ("lora_b", mx.zeros_like, "changes nothing"),
         ("lora_a", mx.zeros_like, "changes nothing"),
+        ("lora_b", lambda w: w * 1e-30, "changes nothing"),
         ("lora_b", lambda w: w.astype(mx.int32), "no floating-point numbers"),
     ],
 )
