@@ -172,6 +172,9 @@ def accept_ranks(
         def drop_all() -> None:
             for connection in [*greetings]:
                 drop(connection)
+            if len(links) < size - 1:
+                for link in links.values():
+                    link.close()
 
         while len(links) < size - 1:
             now = time.monotonic()
@@ -211,6 +214,8 @@ def accept_ranks(
                     with suppress(OSError):
                         connection.send(proof)
                     _tune(connection)
+                    if rank in links:
+                        links[rank].close()
                     links[rank] = Link(connection, key, leads=True)
     return links
 

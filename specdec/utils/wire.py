@@ -21,12 +21,12 @@ _TAG = "$"
 
 
 def encode(value: Any) -> bytes:
-    """The JSON of a value. Tuples become lists, and keys texts, except in records.
+    """The JSON of a value. Tuples become lists, except in records.
 
     Raises:
         ConfigError: the value has an object that has no name in a module.
     """
-    return json.dumps(value, default=_tagged, separators=(",", ":")).encode()
+    return json.dumps(_tagged(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Any:
@@ -40,21 +40,25 @@ def decode(data: bytes) -> Any:
 
 
 def _tagged(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, list | tuple):
+        plain = {*map(type, value)} <= {int, str}
+        return value if plain else [*map(_tagged, value)]
+    if isinstance(value, Mapping):
+        # JSON has texts as keys, and the tag is no key of a table.
+        if _TAG in value or not all(isinstance(key, str) for key in value):
+            items = [[key, _tagged(each)] for key, each in value.items()]
+            return {_TAG: "mapping", "items": items}
+        return {key: _tagged(each) for key, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         content = {
-            each.name: _keyed(getattr(value, each.name)) for each in fields(value)
+            each.name: _tagged(getattr(value, each.name)) for each in fields(value)
         }
         return {_TAG: _name(type(value)), "fields": content}
     return {_TAG: _name(value)}
-
-
-def _keyed(value: Any) -> Any:
-    """A field's value; JSON has texts as keys, so a mapping becomes pairs."""
-    if isinstance(value, Mapping):
-        return {_TAG: "mapping", "items": list(value.items())}
-    return value
 
 
 def _untagged(table: dict[str, Any]) -> Any:

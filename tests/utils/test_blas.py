@@ -48,7 +48,13 @@ def products(first: str = LOAD, **environment: str | None) -> list[str]:
     Args:
         environment: variables; ``None`` takes one away.
     """
-    own = {**os.environ, "LD_PRELOAD": None, "PYTHONPATH": os.pathsep.join(sys.path)}
+    own = {
+        **os.environ,
+        "LD_PRELOAD": None,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        # The last bits depend on how many threads add up, which the load decides.
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", PRODUCTS.format(first=first)],
         capture_output=True,

@@ -119,6 +119,29 @@ def test_there_is_one_deadline() -> None:
         assert str(links.exception()) == "rank 1 did not come"
 
 
+def test_ranks_that_came_are_let_go_at_the_deadline() -> None:
+    """A rank that has proven itself waits for ever for messages of rank 0."""
+    with meeting(3, seconds=2) as (secret, links):
+        other = reach_rank_0(HERE, secret, 2, 20)
+        assert str(links.exception(20)) == "rank 1 did not come"
+        with pytest.raises(EOFError):
+            other.receive(20)
+        other.close()
+
+
+def test_a_rank_that_comes_again_takes_its_place() -> None:
+    """The connection before stays open, and its rank waits for ever."""
+    with meeting(3) as (secret, links):
+        before, after = (reach_rank_0(HERE, secret, 1, 20) for _ in range(2))
+        with pytest.raises(EOFError):
+            before.receive(20)
+        reach_rank_0(HERE, secret, 2, 20).close()
+        links.result(20)[1].send(b"x")
+        assert after.receive(20) == b"x"
+        before.close()
+        after.close()
+
+
 @pytest.mark.parametrize("rank", [0, 2, 2**31])
 def test_a_number_that_is_no_rank_s_is_refused(rank: int) -> None:
     """It would take rank 0's place, or one that nobody has."""
@@ -293,6 +316,21 @@ def test_what_travels() -> None:
         assert decode(encode(value)) == value
     assert decode(encode(SamplingParams(sampler=sampler))).sampler is sampler
     assert decode(encode((1, (2, 3)))) == [1, [2, 3]]
+    for table in (
+        {"$": "os:system"},
+        {"$": "mapping", "items": [[1, 2]]},
+        {"$": "mapping", "items": 3},
+        {"$": 5, "fields": {"$": {"$": None}}},
+        {3: {"$": [sampler]}, "a": {}},
+        [{"$": "specdec.sampling_params:SamplingParams", "fields": {}}],
+        {"$": "no.module:at_all", "more": 1.5},
+        {"": {"$": ""}, "$": {}},
+        {None: {"$": {True: "$"}}},
+    ):
+        assert decode(encode(table)) == table
+    for name, content in (("$", 1), ("logit_bias", {"$": 2})):
+        message = ["call", {name: content}]
+        assert decode(encode(message)) == message
     assert hash(decode(encode(prompt))) == hash(prompt)
 
 
