@@ -47,10 +47,9 @@ _WIDTH = 32
     "comes with specdec, else auto]",
 )
 @options.max_tokens(default=64, help="Generate N tokens for each prompt at most.")
-@click.option(
-    "--prompt", "-p", "texts", multiple=True, metavar="TEXT",
-    help="A prompt; repeat it for more. [default: three that come with the command]",
-)  # fmt: skip
+@options.texts(
+    help="A prompt; repeat it for more. [default: three that come with the command]"
+)
 def demo(
     *,
     models: options.Models,

@@ -259,18 +259,25 @@ def documented(kind: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def file(*names: str, metavar: str = "FILE", **more: Any) -> Option:
-    """An option that names a file, or several with ``multiple``."""
+def _filled(
+    *names: str, metavar: str = "FILE", remedy: str = "name a file", **more: Any
+) -> Option:
+    """An option of a text that is not empty, or of several with ``multiple``."""
 
-    def named(_: click.Context, option: click.Parameter, value: Any) -> Any:
+    def check(_: click.Context, option: click.Parameter, value: Any) -> Any:
         for each in value if isinstance(value, tuple) else (value,):
             if each is not None and not each.strip():
-                raise click.UsageError(f"{option.opts[0]} is empty: name a file")
+                raise click.UsageError(f"{option.opts[0]} is empty: {remedy}")
         return value
 
-    return click.option(*names, metavar=metavar, callback=named, **more)
+    return click.option(*names, metavar=metavar, callback=check, **more)
 
 
+file = _filled
+texts = partial(
+    _filled, "--prompt", "-p", "texts",
+    multiple=True, metavar="TEXT", remedy="give it a text",
+)  # fmt: skip
 prompts = partial(file, "--prompts", "file", required=True)
 num_prompts = partial(positive, "--num-prompts")
 max_tokens = partial(positive, "--max-tokens", "-m")

@@ -94,12 +94,7 @@ _PATIENCE = 2.0
     metavar="FILE",
     help="File with a Jinja chat template, in place of the model's own.",
 )
-@click.option(
-    "--prompt",
-    "-p",
-    "texts",
-    multiple=True,
-    metavar="TEXT",
+@options.texts(
     help="A prompt; repeat it for more. Text piped to standard input is appended to "
     "each. '-' reads a prompt from standard input.",
 )
@@ -485,8 +480,6 @@ def _collect(
         click.UsageError: there are no prompts, or standard input is asked for twice.
         PromptFileError: see :func:`~specdec.prompts.read_records`.
     """
-    if not all(text.strip() for text in texts):
-        raise click.UsageError("--prompt is empty: give it a text")
     if launched_rank() is not None and ("-" in (file, *texts) or not (file or texts)):
         raise click.UsageError(
             "mlx.launch leaves standard input open: give --prompts FILE, or start "

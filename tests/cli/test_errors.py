@@ -113,6 +113,7 @@ MISTAKES = [
     ("run -p Hi --dtype fp16", 2, "'fp16' is not one of 'float32', 'bfloat16'"),
     ("run -p Hi --ignore-chat-template --system-prompt S", 2, "leave out --ignore"),
     ("run --prompt=", 2, "--prompt is empty: give it a text"),
+    ("demo --prompt=", 2, "--prompt is empty: give it a text"),
     ("run --prompts=", 2, "--prompts is empty: name a file"),
     ("run -p Hi --target=", 2, "--target is empty: name a model"),
     ("run -p Hi --model=", 2, "--target is empty: name a model"),
