@@ -145,7 +145,7 @@ class InFlight:
 
     Attributes:
         spoiled: once read, the slots of rows that kept nothing because their logits
-            are not finite, and what is wrong.
+            are not finite.
     """
 
     plan: Plan
@@ -154,7 +154,7 @@ class InFlight:
     peeked: Proposals | None = None
     began: float = 0.0
     backlog: int = 0
-    spoiled: dict[int, str] = field(default_factory=dict)
+    spoiled: list[int] = field(default_factory=list)
 
     def read(self) -> list[int | None]:
         """Wait for the round and give each request its tokens.
@@ -174,8 +174,7 @@ class InFlight:
                 continue
             kept, limit, *chosen = packed[i]
             if limit < 0:
-                worst = next(p for p in peaks[i] if not p < inf)
-                self.spoiled[i] = self._complaint(worst, len(request.tokens))
+                self.spoiled.append(i)
                 read.append(None)
                 continue
             read.append(kept)
@@ -286,6 +285,8 @@ class Rounds:
         self._observer, self._in_flight = observer, in_flight
         self._timer, self._shadow = StepTimer(), ShadowAcceptance()
         self._idle = 0  # rounds since the last one that drafted
+        # The most tokens after a row's own that drafts may have left in its caches.
+        self._stale = 0
         self._spoiled = _Spoiled()
         # The limits of the last round as an array; most rounds use it again.
         self._last: tuple[tuple[int, ...], mx.array] = (), mx.array([], mx.int32)
@@ -356,7 +357,7 @@ class Rounds:
         limits = [min(k, n) for n in limits]
         k = max(0, *limits)
 
-        drafted = max([f.plan.num_draft_tokens for f in flying], default=0) > 0
+        drafted = max([self._stale, *(f.plan.num_draft_tokens for f in flying)]) > 0
         # A round is read before the next begins if a row follows a user's function or a
         # grammar, which needs every token, and for drafts on a CPU, where a round that
         # turns out to be useless costs too much. Recurrent states cannot lose a single
@@ -390,6 +391,7 @@ class Rounds:
         Nothing here waits for the device, unless a user's function or a grammar does.
         """
         k, draft, rules = plan.num_draft_tokens, self._draft, self._rules
+        self._stale = max(k, self._stale - 1)
         timed = self._choice.policy is not None and not plan.first
         began, shapes, looks = 0.0, 0, False
         backlog = draft.backlog if timed and k and draft is not None else 0
@@ -522,22 +524,16 @@ class Rounds:
     def _recover(self, round_: InFlight) -> None:
         """Let rows go on that kept nothing, since a draft has spoiled their caches."""
         spoiled = []
-        for i, error in round_.spoiled.items():
+        for i in round_.spoiled:
             request = round_.rows[i]
             assert request is not None
-            if round_.plan.num_draft_tokens or request.number in self._spoiled.numbers:
-                request.drafts = False
-                spoiled.append(request.number)
-            else:  # no draft has touched it
-                request.fail(error)
-        if not spoiled:
-            return
+            request.drafts = False
+            spoiled.append(request.number)
         self._spoiled.numbers.update(spoiled)
         self._spoiled.plain_next = True
         self._spoiled.mark(self.slots)
-        self._target.clean(
-            [i for i, s in enumerate(self.slots) if s and s.number in spoiled]
-        )
+        self._target.clean([i for i, s in enumerate(self.slots) if s])
+        self._stale = 0
         log.debug(
             "draft tokens made logits of %d rows that are not finite: these rows go on "
             "without a draft",

@@ -23,15 +23,14 @@ from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Proposals, Round
 from specdec.spec_decode.head_drafter import BlockRows, ChainedRows
 from tests.cache.small_models import MODELS
+from tests.engine.hostile_layers import BAD, Infinite, Noting, Poisoned, Treacherous
 from tests.models.architectures import build
 from tests.models.draft_heads.published import LAYERS
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, METAL, exact, run_rows
 from tests.scripted import Script
-from tests.spec_decode.repetitive import Knowing
+from tests.spec_decode.repetitive import Knowing, KnowingRows
 from tests.spec_decode.test_heads import CONFIGS, drafter_of
 
-#: The token with an embedding that is not finite. No prompt has it.
-BAD = 50
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12] * 9, [14, 15], [17, 18, 19]]
 LENGTHS = [24, 9, 30, 17, 12]
 #: Without graphs, which take long to build here.
@@ -39,20 +38,6 @@ PADDED = replace(BEHIND, compile_after=None)
 EVERY = pytest.mark.parametrize(
     "backend", [AT_ONCE, BEHIND, METAL], ids=["cpu", "gpu", "metal"]
 )
-
-
-class Poisoned(nn.Embedding):
-    """Has another embedding for the bad token; logits are as before."""
-
-    value = float("nan")
-
-    def __call__(self, x: mx.array) -> mx.array:
-        usual = super().__call__(x)  # type: ignore[no-untyped-call]
-        return mx.where((x == BAD)[..., None], mx.array(self.value), usual)
-
-
-class Infinite(Poisoned):
-    value = float("inf")
 
 
 def poisoned(model: Any, kind: type[nn.Embedding] = Poisoned) -> Any:
@@ -103,6 +88,43 @@ def test_a_rejected_token_ends_no_row(
 ) -> None:
     """Rounds read at once or late, rows that join and leave, rounds without a draft."""
     check(poisoned(tiny_model("llama", seed=0), kind), backend)
+
+
+class Late(Knowing):
+    """Proposes the bad token last, after tokens that are rejected."""
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> LateRows:
+        return LateRows(self, [tuple(p) for p in prompts])
+
+
+class LateRows(KnowingRows):
+    def propose(self, round_: Round) -> Proposals:
+        wrong = (super().propose(round_).tokens + 1) % BAD
+        return Proposals(
+            mx.concatenate([wrong[:, 1:], mx.full_like(wrong[:, :1], BAD)], 1)
+        )
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, PADDED, METAL])
+def test_a_key_that_harms_only_later_queries(
+    tiny_model: Callable[..., Any], backend: BackendDefaults
+) -> None:
+    """The round of its draft has finite logits, and a round without a draft has not."""
+    model = tiny_model("llama", seed=0, num_key_value_heads=4)
+    assert model.layers[0].self_attn.n_heads == 4
+    model.layers[0].self_attn.rope = Treacherous()
+    model.model.embed_tokens.__class__ = Noting
+    params = [never_bad(n) for n in LENGTHS]
+    drafter = proposing(model, params)
+    wanted = run_rows(model, None, PROMPTS, params)
+    for script in (lambda i: 4 - i % 5, lambda i: 3 * (i % 5 == 0), lambda i: 2):
+        rows = run_rows(
+            model, None, PROMPTS, params,
+            batch_size=3, num_draft_tokens=4, backend=backend,
+            drafter=Late(drafter.whole), length=Script(script),
+        )  # fmt: skip
+        assert [row.error for row in rows] == [None] * len(PROMPTS)
+        assert [row.tokens for row in rows] == [row.tokens for row in wanted]
 
 
 @pytest.mark.parametrize("backend", [AT_ONCE, PADDED, METAL])
