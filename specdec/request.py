@@ -98,6 +98,8 @@ class Request:
     newest: int = 0
     #: Bits in which its keys and values are stored; None: unquantized.
     kv_bits: int | None = None
+    #: The most tokens of its prompt in a chunk; None: as of others.
+    prefill_step: int | None = None
     #: The memory that its row needs, once computed (by engine.admission).
     needs: object = None
     #: Whether a draft, if there is one, proposes tokens for it.

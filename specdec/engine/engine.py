@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..backend import LOOKAHEAD, BackendDefaults, memory_size
+from ..cache.capacity import NARROWEST_CHUNK
 from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
@@ -347,9 +348,10 @@ class Engine:
             self._part(requests, error)
 
     def _part(self, requests: list[Request], error: Exception) -> None:
-        """Go on after an error of joining rows: each joins alone; a single one ends.
+        """Go on after an error of joining rows: each joins alone.
 
-        What the rows have allocated is freed; no running row is touched.
+        A single one tries smaller chunks, and ends if the smallest fail. What the rows
+        have allocated is freed; no running row is touched.
 
         Raises:
             Exception: ``error``, if the device fails at anything, or other ranks have
@@ -376,11 +378,26 @@ class Engine:
             self._scheduler.part(requests)
             return
         for request in requests:
+            most = request.prefill_step or self._models[0].prefill_step_size
+            most = min(most, len(request.prompt_tokens))
+            request.prefill_step = max(most // 4, NARROWEST_CHUNK)
+            if request.prefill_step < most:
+                log.warning(
+                    "a prompt cannot be prefilled in chunks of %d tokens (%s): it "
+                    "tries %d",
+                    most,
+                    reason_of(error),
+                    request.prefill_step,
+                )
+                self._scheduler.part(requests)
+                return
             request.fail(f"it cannot be decoded ({reason_of(error)})")
             self._ended_early.append(request)
 
     def _begin(self, requests: list[Request], running: list[Request]) -> None:
         target, drafter = self._models
+        if (step := requests[0].prefill_step) is not None:  # it joins alone
+            target = target.in_steps(step)
         drafts = drafter is not None and self._may_draft(running, requests)
         for request in requests:
             request.kv_bits, request.drafts = target.options.kv_bits, drafts

@@ -82,17 +82,15 @@ def _check_whole(model: nn.Module, folder: Path, *, whole: bool) -> None:
 def _changes(layer: Any) -> bool:
     """Whether a layer with an adapter computes other numbers than without."""
     if "embedding" in layer:
-        base, arguments = layer.embedding, (mx.arange(8),)
+        base, arguments = layer.embedding, [mx.arange(8)]
     else:
-        base, experts = layer.linear, layer.lora_a.ndim == 3
+        base, shape, arguments = layer.linear, (8, layer.lora_a.shape[0]), []
+        if layer.lora_a.ndim == 3:  # of experts
+            experts, _, columns = layer.lora_a.shape
+            shape, arguments = (experts, 1, 1, columns), [mx.arange(experts)[:, None]]
+        numbers = mx.random.normal(shape, key=mx.random.key(0))
         dtype = base.get("scales", base.weight).dtype
-        if experts:  # (E, R, D); others have (D, R)
-            num_experts, _, columns = layer.lora_a.shape
-            rows, more = (num_experts, 1, 1), (mx.arange(num_experts)[:, None],)
-        else:
-            columns, rows, more = layer.lora_a.shape[0], (8,), ()
-        numbers = mx.random.normal((*rows, columns), key=mx.random.key(0))
-        arguments = (numbers.astype(dtype), *more)
+        arguments = [numbers.astype(dtype), *arguments]
     try:
         without = base(*arguments).astype(mx.float32)
         change = layer(*arguments).astype(mx.float32) - without

@@ -186,6 +186,12 @@ class ModelRunner:
         runner.prefixes = None
         return runner
 
+    def in_steps(self, size: int) -> ModelRunner:
+        """A runner whose prefill chunks have at most ``size`` tokens of a row."""
+        runner = copy.copy(self)
+        runner.prefill_step_size = size
+        return runner
+
     def rows(
         self,
         prompts: Sequence[Sequence[int]],

@@ -101,6 +101,30 @@ def test_a_request_whose_prompt_fails_ends_alone(
     assert [row.tokens for row in rows] == wanted
 
 
+@BACKENDS
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("most", [32, 64, 200])
+def test_a_prompt_alone_tries_smaller_chunks(
+    target: Any,
+    late: bool,
+    most: int,
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long prompt is lost that a smaller chunk lets in; others get small ones too."""
+    prompts = [[5, 6, 7], [8, 9] * 150, [10] * 30]
+    wanted = [greedy(target, p, 12) for p in prompts]
+    failed = failing(monkeypatch, lambda tokens: tokens.shape[1] > most, late=late)
+    rows = run_rows(
+        target, None, prompts, [SamplingParams(max_tokens=12)] * 3,
+        batch_size=1, backend=backend, prefill_step_size=256,
+    )  # fmt: skip
+    assert len(failed) == (2 if most < 64 else 1)
+    assert [row.error for row in rows] == [None] * 3
+    assert [row.tokens for row in rows] == wanted
+    assert [row.prefill_step is None for row in rows] == [True, False, True]
+
+
 def test_a_device_that_fails_at_anything_ends_the_engine(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
