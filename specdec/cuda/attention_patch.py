@@ -27,7 +27,7 @@ _NAME = "scaled_dot_product_attention"
 _USUAL: Any = getattr(base, _NAME)
 
 
-def _attend(
+def attend(
     queries: mx.array,
     keys: Any,
     values: Any,
@@ -72,8 +72,8 @@ def calling_instead(kind: Any, name: str, usual: Any, ours: Any) -> Any:
 
 
 def _attending(kind: Any) -> Any:
-    """``kind`` with ``_attend`` as attention; ``None`` if it does not call mlx-lm's."""
-    return calling_instead(kind, _NAME, _USUAL, _attend)
+    """``kind`` with ``attend`` as attention; ``None`` if it does not call mlx-lm's."""
+    return calling_instead(kind, _NAME, _USUAL, attend)
 
 
 def take_few_queries(model: nn.Module) -> None:
@@ -112,7 +112,11 @@ def takes_single(model: nn.Module) -> bool:
     """Whether the kernel computes the model's attention of one query with a mask."""
     modules: list[tuple[str, Any]] = model.named_modules()
     kinds: set[Any] = {type(module) for _, module in modules}
-    attending = {kind for kind in kinds if _attending(kind.__base__) is kind}
+    attending = {
+        kind
+        for kind in kinds
+        if any(_attending(k.__base__) is k for k in kind.__mro__[:-1])
+    }
     return bool(attending) and all(
         kind in attending or _attending(kind) is None for kind in kinds
     )
@@ -138,5 +142,5 @@ def usual_calls(model: nn.Module) -> None:
     """Give modules that call our functions mlx-lm's classes again, in place."""
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        if isinstance(type(module), Derived):
+        while isinstance(type(module), Derived):
             module.__class__ = type(module).__base__

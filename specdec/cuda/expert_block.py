@@ -266,7 +266,7 @@ _BLOCKS = {
 
 
 @cache
-def _with_few_launches(kind: type) -> Any:
+def _with_few_launches(kind: Any) -> Any:
     also = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return Derived(kind.__name__, (_FewLaunches, kind), also)
 
@@ -317,7 +317,8 @@ def take_few_launches(model: nn.Module) -> None:
     for block in _blocks(model):
         form = form_of(block)
         if form is not None and proven(form):
-            block.__class__ = _with_few_launches(type(block))
+            kind: Any = type(block)
+            block.__class__ = _with_few_launches(kind)
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
@@ -329,7 +330,8 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
 def _blocks(model: nn.Module) -> Iterator[Any]:
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        if (type(module).__module__, type(module).__name__) in _BLOCKS:
+        known = (type(module).__module__, type(module).__name__) in _BLOCKS
+        if known and not isinstance(module, _FewLaunches):
             yield module
 
 

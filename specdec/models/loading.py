@@ -22,6 +22,7 @@ from ..cuda import (
     expert_matmul,
     flattened_matmul,
     gated_delta,
+    rotated_heads,
     skinny_matmul,
 )
 from ..cuda.fused_linear import choices_of, join_products
@@ -223,12 +224,14 @@ def fit(model: Any) -> None:
             expert_block,
             expert_matmul,
             gated_delta,
+            rotated_heads,
         )
         with kept_proofs():
             warm_up.run([proof for part in parts for proof in part.proofs_of(model)])
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
+            rotated_heads.take_heads(model)
             delta_rule.take_delta_rules(model)
             expert_block.take_few_launches(model)
             expert_matmul.take_many_tokens(model)

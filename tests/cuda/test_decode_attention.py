@@ -268,9 +268,9 @@ def test_attention_sinks_are_left_to_mlx(asked: list[tuple[int, ...]]) -> None:
     sinks = mx.zeros((6,), mx.bfloat16)
     names = ("queries", "keys", "values")
     q, k, v = (a[name] for name in names)
-    attention_patch._attend(q, k, v, object(), 0.1, "causal", sinks=sinks)
+    attention_patch.attend(q, k, v, object(), 0.1, "causal", sinks=sinks)
     assert not asked
-    attention_patch._attend(q, k, v, object(), 0.1, "causal")
+    attention_patch.attend(q, k, v, object(), 0.1, "causal")
     assert len(asked) == 1
 
 

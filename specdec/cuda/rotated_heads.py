@@ -1,0 +1,299 @@
+"""The norms and rotations of queries and keys by one CUDA kernel.
+
+Attention of Qwen3, Qwen3-Next and Qwen3.5 norms queries and keys head by head, and
+rotates them by their positions: four launches of mlx-lm's code, which are one here.
+
+A token's queries and keys do not depend on what is beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from math import log2
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .attention_patch import attend
+from .kernels import TYPES, cuda_kernel
+from .modules import Derived
+from .proofs import holds
+
+# Attention modules by name, so that only models that have them import their modules.
+_KINDS = {
+    ("mlx_lm.models.qwen3", "Attention"),
+    ("mlx_lm.models.qwen3_moe", "Attention"),
+    ("mlx_lm.models.qwen3_next", "Qwen3NextAttention"),
+}
+MOST_SIZE = 256
+
+# A warp has a head of a token: each 32nd number a thread. Numbers that rotate together
+# are HALF apart, and so in one thread. Results are rounded where MLX's are.
+SOURCE = """
+  constexpr int EACH = D / 32, APART = HALF / 32;
+  const int B = q_shape[0], S = q_shape[1], lane = threadIdx.x;
+  const int all = H + KV, head = blockIdx.x % all;
+  const int token = blockIdx.x / all % S, row = blockIdx.x / all / S;
+  const bool of_query = head < H;
+  auto rounded = [](float v) { return static_cast<float>(static_cast<T>(v)); };
+  const T* from = of_query
+      ? q + row * q_strides[0] + token * q_strides[1] + head * q_strides[2]
+      : k + row * k_strides[0] + token * k_strides[1] + (head - H) * k_strides[2];
+  const size_t step = of_query ? q_strides[3] : k_strides[3];
+  float x[EACH], sum = 0.0f;
+  #pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    x[i] = static_cast<float>(from[(i * 32 + lane) * step]);
+    sum = fmaf(x[i], x[i], sum);
+  }
+  #pragma unroll
+  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+  const float by = rsqrtf(sum / D + static_cast<float>(@EPS@));
+  const T* const norm = of_query ? q_norm : k_norm;
+  #pragma unroll
+  for (int i = 0; i < EACH; ++i)
+    x[i] = rounded(rounded(x[i] * by) * static_cast<float>(norm[i * 32 + lane]));
+  const float position =
+      static_cast<float>(@SCALE@) * static_cast<float>(offset[row] + token);
+  #pragma unroll
+  for (int i = 0; i < APART; ++i) {
+    const float share = static_cast<float>(i * 32 + lane) / HALF;
+    const float angle =
+        position * exp2f(-share * static_cast<float>(@LOG_BASE@));
+    const float c = cosf(angle), s = sinf(angle), first = x[i], second = x[i + APART];
+    x[i] = first * c - second * s;
+    x[i + APART] = first * s + second * c;
+  }
+  // All queries lie before all keys: (B, H, S, D), then (B, KV, S, D).
+  const size_t place = of_query ? (static_cast<size_t>(row) * H + head) * S
+                                : (static_cast<size_t>(B) * H +
+                                   static_cast<size_t>(row) * KV + head - H) * S;
+  #pragma unroll
+  for (int i = 0; i < EACH; ++i)
+    out[(place + token) * D + i * 32 + lane] = static_cast<T>(x[i]);
+"""
+
+
+class Form(NamedTuple):
+    """All that the kernel is compiled for.
+
+    Args:
+        heads, key_heads: of queries and of keys.
+        size: of a head.
+        rotated: how many of a head's numbers rotate.
+        eps: of both norms.
+        scale, base: of positions.
+    """
+
+    dtype: mx.Dtype
+    heads: int
+    key_heads: int
+    size: int
+    rotated: int
+    eps: float
+    scale: float
+    base: float
+
+    @property
+    def known(self) -> bool:
+        """Whether the kernel supports this form."""
+        return (
+            self.dtype in TYPES
+            and self.size % 32 == 0
+            and self.size <= MOST_SIZE
+            and self.rotated % 64 == 0
+            and 0 < self.rotated <= self.size
+            and self.base > 0
+        )
+
+
+@cache
+def _kernel(dtype: mx.Dtype, eps: float, scale: float, base: float) -> Any:
+    source = SOURCE.replace("@EPS@", f"{eps!r}").replace("@SCALE@", f"{scale!r}")
+    return cuda_kernel(
+        f"rotated_heads_{TYPES[dtype]}",
+        source.replace("@LOG_BASE@", f"{log2(base)!r}"),
+        ("q", "k", "q_norm", "k_norm", "offset"),
+        ("out",),
+        copies_views=False,
+    )
+
+
+def rotated(
+    form: Form,
+    q: mx.array,
+    k: mx.array,
+    norms: tuple[mx.array, mx.array],
+    offset: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """Queries and keys, normed and rotated.
+
+    Args:
+        q, k: shape (B, S, H, D) and (B, S, KV, D).
+        norms: weights of the norms of queries and keys, shape (D,) each.
+        offset: the position of each row's first token, shape (B,), int32.
+
+    Returns:
+        Shape (B, H, S, D) and (B, KV, S, D).
+    """
+    rows, tokens, heads, size = q.shape
+    key_heads = form.key_heads
+    (out,) = _kernel(form.dtype, form.eps, form.scale, form.base)(
+        inputs=[q, k, *norms, offset],
+        template=[
+            ("T", form.dtype),
+            ("H", heads),
+            ("KV", key_heads),
+            ("D", size),
+            ("HALF", form.rotated // 2),
+        ],
+        grid=(rows * tokens * (heads + key_heads) * 32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(rows * tokens * (heads + key_heads) * size,)],
+        output_dtypes=[form.dtype],
+    )
+    queries, keys = (
+        mx.as_strided(
+            out,
+            (rows, number, tokens, size),
+            (number * tokens * size, tokens * size, size, 1),
+            begin,
+        )
+        for number, begin in ((heads, 0), (key_heads, rows * tokens * heads * size))
+    )
+    return queries, keys
+
+
+class _OneKernel:
+    """Attention whose queries and keys are normed and rotated by one kernel."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        layer: Any = self
+        form, offset = form_of(layer), getattr(cache, "offset", None)
+        if (
+            form is None
+            or layer.training
+            or x.dtype != form.dtype
+            or not isinstance(offset, mx.array)
+            or offset.shape != x.shape[:1]
+            or not x.size
+            or not _proven.get(form, False)
+        ):
+            usual: Any = super()
+            computed: mx.array = usual.__call__(x, mask, cache)
+            return computed
+        rows, tokens = x.shape[:2]
+        q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+        q = q.reshape(rows, tokens, form.heads, -1)
+        k, v = (a.reshape(rows, tokens, form.key_heads, -1) for a in (k, v))
+        gate = None
+        if q.shape[-1] > form.size:  # each head's queries, then its gate
+            q, gate = mx.split(q, 2, axis=-1)
+        norms = layer.q_norm.weight, layer.k_norm.weight
+        queries, keys = rotated(form, q, k, norms, offset.astype(mx.int32))
+        keys, values = cache.update_and_fetch(keys, v.transpose(0, 2, 1, 3))
+        output = attend(
+            queries, keys, values, cache=cache, scale=layer.scale, mask=mask
+        )
+        output = output.transpose(0, 2, 1, 3).reshape(rows, tokens, -1)
+        if gate is not None:
+            output = output * mx.sigmoid(gate.reshape(rows, tokens, -1))
+        projected: mx.array = layer.o_proj(output)
+        return projected
+
+
+@cache
+def _with_one_kernel(kind: Any) -> Any:
+    also = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return Derived(kind.__name__, (_OneKernel, kind), also)
+
+
+def form_of(layer: Any) -> Form | None:
+    """The form of an attention module; ``None``: its positions are of another kind."""
+    rope, norms = layer.rope, (layer.q_norm, layer.k_norm)
+    if type(rope) is not nn.RoPE or rope.traditional:
+        return None
+    weights = [norm["weight"] for norm in norms]
+    if norms[0].eps != norms[1].eps or weights[0].dtype != weights[1].dtype:
+        return None
+    heads, key_heads = (
+        (layer.n_heads, layer.n_kv_heads)
+        if "n_heads" in vars(layer)
+        else (layer.num_attention_heads, layer.num_key_value_heads)
+    )
+    size = weights[0].shape[0]
+    numbers = float(norms[0].eps), float(rope.scale), float(rope.base)
+    return Form(weights[0].dtype, heads, key_heads, size, rope.dims, *numbers)
+
+
+def take_heads(model: nn.Module) -> None:
+    """Let the kernel norm and rotate the model's queries and keys, in place.
+
+    This tries the kernel for the heads that the model has.
+    """
+    for layer in _layers(model):
+        form = form_of(layer)
+        if form is not None and proven(form):
+            kind: Any = type(layer)
+            layer.__class__ = _with_one_kernel(kind)
+
+
+def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
+    """The proofs that :func:`take_heads` asks for."""
+    forms = dict.fromkeys(map(form_of, _layers(model)))
+    return [partial(proven, form) for form in forms if form is not None]
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        known = (type(module).__module__, type(module).__name__) in _KINDS
+        if known and not isinstance(module, _OneKernel):
+            yield module
+
+
+# Traced functions read this, because nothing can be tried in them.
+_proven: dict[Form, bool] = {}
+
+
+def proven(form: Form) -> bool:
+    """Whether the kernel runs correctly on this device for a form.
+
+    The first call tries it, and must not be within a function that is traced.
+    """
+    if form not in _proven:
+        name = f"rotated heads {form}"
+        _proven[form] = form.known and holds(name, partial(_agrees, form))
+    return _proven[form]
+
+
+def _agrees(form: Form) -> bool:
+    """Whether the kernel computes what MLX's norms and rotation do, in float32."""
+
+    def drawn(*shape: int) -> mx.array:
+        normal = mx.random.normal(shape, key=mx.random.key(sum(shape)))
+        return normal.astype(form.dtype)
+
+    # As a projection with gates puts queries out.
+    q = mx.split(drawn(3, 2, form.heads, 2 * form.size), 2, axis=-1)[1]
+    k = drawn(3, 2, form.key_heads, form.size)
+    norms = drawn(form.size), 1 + drawn(form.size)
+    offset = mx.array([0, 7, 1000], mx.int32)
+    found = rotated(form, q, k, norms, offset)
+    for ours, given, norm in zip(found, (q, k), norms, strict=True):
+        given, norm = given.astype(mx.float32), norm.astype(mx.float32)
+        exact = mx.fast.rope(
+            mx.fast.rms_norm(given, norm, form.eps).transpose(0, 2, 1, 3),
+            form.rotated,
+            traditional=False,
+            base=form.base,
+            scale=form.scale,
+            offset=offset,
+        )
+        off = mx.abs(ours.astype(mx.float32) - exact).max()
+        # Compared this way round, NaN is no agreement.
+        if not (off <= 0.02 * mx.abs(exact).max()).item():
+            return False
+    return True

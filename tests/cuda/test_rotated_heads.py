@@ -1,0 +1,182 @@
+"""Norms and rotations of queries and keys by one kernel, run on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import BatchKVCache
+
+from specdec.cuda import kernels, rotated_heads
+from specdec.cuda.attention_patch import usual_calls
+from specdec.cuda.fused_linear import separated
+from specdec.cuda.rotated_heads import Form
+from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
+from tests.models.architectures import build
+
+WHOLE = Form(mx.bfloat16, 4, 2, 64, 64, 1e-6, 1.0, 1e6)
+PART = Form(mx.float16, 3, 1, 256, 64, 1e-5, 0.25, 1e4)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rotated_heads, "_proven", {})
+    yield from emulated(monkeypatch, rotated_heads._kernel, kernels.cuda_kernel)
+
+
+@dataclass
+class Drawn:
+    q: mx.array
+    k: mx.array
+    norms: tuple[mx.array, mx.array]
+    offset: mx.array
+
+
+def drawn(form: Form, rows: int = 2, tokens: int = 3) -> Drawn:
+    shapes = (
+        (rows, tokens, form.heads, form.size),
+        (rows, tokens, form.key_heads, form.size),
+        (form.size,),
+        (form.size,),
+    )
+    q, k, *norms = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(form.dtype)
+        for i, shape in enumerate(shapes)
+    )
+    offset = mx.array([5, 131071, 0, 77][:rows], mx.int32)
+    return Drawn(q, k, (norms[0], norms[1]), offset)
+
+
+def exact(form: Form, given: mx.array, norm: mx.array, offset: mx.array) -> Any:
+    """By the formulas, in float64."""
+    x, weight = (np.array(a.astype(mx.float32)).astype(float) for a in (given, norm))
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + form.eps) * weight
+    half = form.rotated // 2
+    places = np.array(offset)[:, None] + np.arange(x.shape[1])
+    angle = form.scale * places[..., None] * form.base ** -(np.arange(half) / half)
+    c, s = np.cos(angle)[:, :, None], np.sin(angle)[:, :, None]
+    first, second = x[..., :half].copy(), x[..., half : 2 * half].copy()
+    x[..., :half] = first * c - second * s
+    x[..., half : 2 * half] = first * s + second * c
+    return x.transpose(0, 2, 1, 3)
+
+
+def agrees(form: Form, given: Drawn) -> bool:
+    both = rotated_heads.rotated(form, given.q, given.k, given.norms, given.offset)
+    pairs = zip(both, (given.q, given.k), given.norms, strict=True)
+    return all(
+        # A position of 131,071 has an angle that is off by 0.004 in float32.
+        np.abs(np.array(found.astype(mx.float32)) - right).max()
+        <= 0.02 * np.abs(right).max()
+        for found, x, norm in pairs
+        for right in [exact(form, x, norm, given.offset)]
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", [WHOLE, PART])
+def test_heads(form: Form) -> None:
+    """Of one token and of several; all of a head rotates, or a part."""
+    for rows, tokens in ((1, 1), (2, 3), (4, 2)):
+        assert agrees(form, drawn(form, rows, tokens))
+    assert rotated_heads.proven(form)
+
+
+@needs_compiler
+def test_a_token_has_the_same_bits_beside_others() -> None:
+    """In another row, or as a later token of a verification."""
+    given = drawn(WHOLE, 2, 3)
+    whole = rotated_heads.rotated(WHOLE, given.q, given.k, given.norms, given.offset)
+    alone = rotated_heads.rotated(
+        WHOLE, given.q[1:, 2:], given.k[1:, 2:], given.norms, given.offset[1:] + 2
+    )
+    for one, other in zip(whole, alone, strict=True):
+        assert mx.array_equal(one[1:, :, 2:], other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_5"])
+def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths, by a model whose heads are large enough."""
+    model: Any = build(
+        architecture,
+        head_dim=64,
+        rope_parameters={"type": "default", "rope_theta": 1e4,
+                         "partial_rotary_factor": 1.0},
+    )  # fmt: skip
+    forms = {rotated_heads.form_of(layer) for layer in rotated_heads._layers(model)}
+    assert forms
+    assert None not in forms
+    right = tokens_of(model)
+    monkeypatch.setattr(rotated_heads, "_proven", dict.fromkeys(forms, True))
+    # The kernel is for 16 bits; here its place is taken in float32.
+    calls: list[Form] = []
+
+    def counted(
+        form: Form, q: mx.array, k: mx.array, norms: Any, offset: mx.array
+    ) -> list[mx.array]:
+        calls.append(form)
+        return [
+            mx.fast.rope(
+                mx.fast.rms_norm(x, norm, form.eps).transpose(0, 2, 1, 3),
+                form.rotated,
+                traditional=False,
+                base=form.base,
+                scale=form.scale,
+                offset=offset,
+            )
+            for x, norm in zip((q, k), norms, strict=True)
+        ]
+
+    monkeypatch.setattr(rotated_heads, "rotated", counted)
+    for _ in range(2):  # a second time changes nothing
+        monkeypatch.setattr(Form, "known", True)
+        rotated_heads.take_heads(model)
+    assert mx.allclose(tokens_of(model), right, atol=1e-4)
+    assert set(calls) == forms
+    number = len(calls)
+    twin = separated(model)
+    assert not any(isinstance(m, rotated_heads._OneKernel) for m in twin.modules())
+    tokens_of(twin)
+    model(mx.array([[1, 2]]))  # without caches
+    usual_calls(model)
+    tokens_of(model)
+    assert len(calls) == number
+
+
+def tokens_of(model: Any) -> mx.array:
+    """Logits of three tokens of two rows, the second of which is padded."""
+    caches = model.make_cache() if hasattr(model, "make_cache") else None
+    layers = caches or [None] * len(model.layers)
+    made: list[Any] = [
+        BatchKVCache([0, 1]) if c is None or hasattr(c, "keys") else c for c in layers
+    ]
+    logits: mx.array = model(mx.array([[1, 2, 3], [0, 4, 5]]), cache=made)
+    return logits
+
+
+FAULTS = {
+    "keys as queries": ("head < H;", "head < all;"),
+    "the norm of queries for keys": ("q_norm : k_norm", "q_norm : q_norm"),
+    "another token's position": ("offset[row] + token", "offset[row]"),
+    "another row's position": ("offset[row] + token", "offset[0] + token"),
+    "the other direction": ("first * c - second * s", "first * c + second * s"),
+    "another token's place": ("(place + token) * D", "place * D"),
+    "neighbours that rotate together": ("/ HALF;", "/ (2 * HALF);"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The proof that runs on the device finds them, too."""
+    plant(monkeypatch, rotated_heads, "SOURCE", *FAULTS[name])
+    try:
+        assert not agrees(PART, drawn(PART))
+        assert not rotated_heads._agrees(PART)
+    except KernelFault:
+        return
