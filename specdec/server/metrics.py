@@ -50,6 +50,12 @@ class Metrics:
             buckets=_TOKEN_SECONDS,
             registry=self.registry,
         )
+        self._gaps = Histogram(
+            "specdec_token_gap_seconds",
+            "From tokens of a row to its next ones: prompts that join make it longer.",
+            buckets=_TOKEN_SECONDS,
+            registry=self.registry,
+        )
         self._seconds = Histogram(
             "specdec_request_seconds",
             "From a request's arrival to its end.",
@@ -60,6 +66,10 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         """Count a row's first token."""
         self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float) -> None:
+        """Count the time since a row's tokens before."""
+        self._gaps.observe(seconds)
 
     def ended(self, result: GenerationResult) -> None:
         """Count a row that has ended."""

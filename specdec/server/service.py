@@ -276,17 +276,19 @@ class Service:
         )
         spent = time.monotonic() - prepared.began
         timeout = max(0.0, self.config.request_timeout - spent)
-        first = True
+        shown: float | None = None
         try:
             stream = self.engine.stream(
                 encoded.prompt, params, timeout=timeout, checked=True
             )
             async with aclosing(stream) as events:
                 async for event in events:
-                    if first and event.token_ids:
-                        first = False
-                        spent = time.monotonic() - prepared.began
-                        self.metrics.first_token(spent)
+                    if event.token_ids:
+                        before, shown = shown, time.monotonic()
+                        if before is None:
+                            self.metrics.first_token(shown - prepared.began)
+                        else:
+                            self.metrics.next_tokens(shown - before)
                     for part in parts.feed(event.text):
                         inbox.put_nowait(part)
                     tokens = _tokens(event)

@@ -114,6 +114,11 @@ def test_five_hundred_at_once(tmp_path: Path) -> None:
         assert "specdec_requests_waiting 0.0" in metrics
         (answered,) = re.findall(r'total.*outcome="answered"} (\d+)', metrics)
         assert int(answered) >= 400
+        # A row that has n events with tokens has n - 1 gaps.
+        (gaps,) = re.findall(r"specdec_token_gap_seconds_count (\d+)", metrics)
+        (rows,) = re.findall(r"specdec_time_to_first_\w+_count (\d+)", metrics)
+        (tokens,) = re.findall(r"specdec_generated_tokens_total (\d+)", metrics)
+        assert 0 < int(gaps) <= int(tokens) - int(rows)
 
 
 def test_a_full_queue_and_one_who_leaves(decoder: SpecDecoder) -> None:
