@@ -81,6 +81,7 @@ def tiny_decoder(
     template: str = TEMPLATE,
     marked: bool = True,
     parser: str | None = "json_tools",
+    context: int = 4096,
     **config: Any,
 ) -> SpecDecoder:
     """A random target with a smaller draft."""
@@ -92,7 +93,7 @@ def tiny_decoder(
         **config,
     }
     words = tokenizer(folder, template, marked=marked, parser=parser)
-    model_config = {"max_position_embeddings": 4096}
+    model_config = {"max_position_embeddings": context}
     target = _tiny_model("llama", vocab_size=VOCAB)
     draft = _tiny_model("llama", seed=5, num_hidden_layers=1, vocab_size=VOCAB)
     return SpecDecoder(

@@ -653,3 +653,40 @@ def test_whose_answers_are_drafted_from(
         assert len(clients) == 3
         assert clients[0] == clients[2]
         assert len(set(clients)) == distinct
+
+
+@pytest.mark.parametrize("sharing", ["all", "client"])
+def test_whose_answers_are_reused(decoder: SpecDecoder, sharing: Any) -> None:
+    """A key that learns what another one was answered, or what it asked after that.
+
+    Each finds its own; without keys there is one client. A salt is a client, too.
+    """
+    beginning = [len(sharing), *(7 + i % 60 for i in range(80))]
+
+    def ask(prompt: list[int], key: str, **more: Any) -> tuple[list[int], int]:
+        body = {"prompt": prompt, "max_tokens": 50, "guided_regex": "[a-z]{40}", **more}
+        made = httpx.post(f"{server.url}/v1/completions", headers={"x-api-key": key},
+                          json={**body, "return_token_ids": True})  # fmt: skip
+        assert made.status_code == 200, made.text
+        usage = made.json()["usage"]["prompt_tokens_details"]
+        return made.json()["choices"][0]["token_ids"], usage["cached_tokens"]
+
+    for keys in ((), ("a", "b")):
+        with running(decoder, api_keys=keys, prefix_sharing=sharing) as server:
+            prompt = [len(keys), *beginning]
+            answer, _ = ask(prompt, "a")
+            longer = [*prompt, *answer, 9, 9, 9]
+            others = ask(longer, "b", guided_regex="[A-Z]{40}")[1]
+            if keys:
+                assert others < len(prompt)
+                assert (others > 0) == (sharing == "all")
+                assert ask(longer, "a", cache_salt="mine")[1] == 0
+            else:
+                assert others > len(prompt) + len(answer) - 3
+            answer, cached = ask(longer, "a")
+            assert cached > len(prompt) + len(answer) - 3
+            # What one key's prompt adds to its answer is its own, as well.
+            last = [*longer, *answer, 5]
+            if keys:
+                assert ask(last, "b")[1] <= len(longer)
+            assert ask(last, "a")[1] > len(longer) + len(answer) - 3
