@@ -96,7 +96,7 @@ def _ask(url: str, messages: list[dict[str, str]], most: int) -> tuple[str, Any]
 @click.command()
 @click.argument("model")
 @click.option("--turns", default=30, show_default=True)
-@click.option("--max-tokens", default=24, show_default=True)
+@click.option("--max-tokens", default=16, show_default=True)
 @click.option("--out")
 def main(model: str, turns: int, max_tokens: int, out: str | None) -> None:
     """Compare the servers, turn by turn."""
@@ -110,7 +110,7 @@ def main(model: str, turns: int, max_tokens: int, out: str | None) -> None:
         return " ".join(words[at : at + count])
 
     system = {"role": "system", "content": f"You write programs. {some(200)}"}
-    results = [some(30) for _ in range(turns)]
+    results = [some(20) for _ in range(turns)]
     talks = {name: [system] for name in _SERVERS}
     took: dict[str, list[Any]] = {name: [] for name in _SERVERS}
     texts: dict[str, list[str]] = {name: [] for name in _SERVERS}
