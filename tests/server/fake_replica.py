@@ -3,7 +3,8 @@
 ``python -m tests.server.fake_replica NUMBER``; the socket's path is the first line of
 its standard input. Prompts: ``hang`` answers nothing, ``crash`` ends the process,
 ``stream`` sends two events and a half and hangs, ``step`` sends an event for each
-``POST /v1/go``; all others are answered with what was asked.
+``POST /v1/go``, and ``wait`` waits for one, or for the end; all others are answered
+with what was asked. ``/health`` counts the answers that are due.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,8 +30,9 @@ from starlette.responses import (
 from starlette.routing import Route
 
 NUMBER = sys.argv[1]
-given = 0
+due = 0
 left = 0
+ending = False
 steps: asyncio.Queue[int] = asyncio.Queue()
 
 
@@ -43,9 +46,16 @@ async def hang() -> None:
 
 
 async def answer(request: Request) -> Response:
-    global given
+    global due
+    due += 1
+    try:
+        return await answered(request)
+    finally:
+        due -= 1
+
+
+async def answered(request: Request) -> Response:
     body = await request.json()
-    given += 1
     prompt = body["prompt"]
     if prompt == "crash":
         os._exit(9)
@@ -62,8 +72,11 @@ async def answer(request: Request) -> Response:
     if prompt in ("stream", "step"):
         events = streamed() if prompt == "stream" else stepped()
         return StreamingResponse(events, media_type="text/event-stream")
-    if prompt == "slow":
-        await asyncio.sleep(0.5)
+    if prompt == "wait":
+        while steps.empty() and not ending:
+            await asyncio.sleep(0.01)
+        if not ending:
+            steps.get_nowait()
     headers = [[k, v] for k, v in request.headers.items()]
     said = {"pid": os.getpid(), "body": body, "headers": headers}
     return JSONResponse({**said, "left": left, "path": str(request.url.path)}, 203)
@@ -87,7 +100,7 @@ async def go(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    return JSONResponse({"status": "ok", "given": given})
+    return JSONResponse({"status": "ok", "due": due})
 
 
 async def metrics(request: Request) -> Response:
@@ -106,6 +119,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         print("fake", NUMBER, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        global ending
+        ending = True
+        super().handle_exit(sig, frame)
 
 
 def main() -> None:

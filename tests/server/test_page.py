@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,17 @@ from websockets.sync.client import ClientConnection, connect
 
 from specdec import SamplingParams, SpecDecoder
 from tests.server.harness import Running
+from tests.server.test_command import line_of
+from tests.server.test_serving import until
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome")
      if (found := shutil.which(name))), None,
 )  # fmt: skip
+
+
+class NotNowError(Exception):
+    """The browser cannot do that, as while it leaves a page."""
 
 
 class Browser:
@@ -39,7 +45,8 @@ class Browser:
         while True:
             answer = json.loads(self._connection.recv(timeout=60))
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise NotNowError(answer)
                 return dict(answer["result"])
 
     def run(self, script: str) -> Any:
@@ -54,10 +61,12 @@ class Browser:
 
     def until(self, script: str) -> Any:
         end = time.monotonic() + 60
-        while not (found := self.run(script)):
+        while True:
+            with suppress(NotNowError):
+                if value := self.run(script):
+                    return value
             assert time.monotonic() < end, script
             time.sleep(0.05)
-        return found
 
 
 @pytest.fixture
@@ -75,11 +84,16 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:  # fmt: skip
-        assert process.stderr is not None
-        line = next(each for each in process.stderr if "DevTools listening" in each)
-        port = re.findall(r":(\d+)/", line)[0]
-        url = f"http://127.0.0.1:{port}/json"
-        tab = next(t for t in httpx.get(url).json() if t["type"] == "page")
+        port = line_of(process.stderr, r"ws://[\d.]+:\d+").rpartition(":")[2]
+        tabs: list[Any] = []
+
+        def has_tab() -> bool:
+            found = httpx.get(f"http://127.0.0.1:{port}/json").json()
+            tabs[:] = (each for each in found if each["type"] == "page")
+            return bool(tabs)
+
+        until(has_tab)
+        (tab,) = tabs
         try:
             with connect(tab["webSocketDebuggerUrl"], max_size=None) as connection:
                 yield Browser(connection)
@@ -103,16 +117,16 @@ def test_the_page(
             f"document.getElementById('text').value = {said};"
             "document.getElementById('send').click()"
         )
-        browser.until(f"document.querySelectorAll('.note').length === {turn + 1}")
+        browser.until(
+            f"document.querySelectorAll('.note').length === {turn + 1} && !current"
+        )
         assert browser.run("messages.at(-1).content") == expected.text
         messages += [{"role": "assistant", "content": expected.text},
                      {"role": "user", "content": "And one more?"}]  # fmt: skip
     browser.until("document.getElementById('length').textContent > '0'")
-    assert browser.until("document.querySelectorAll('#positions i').length") == 2
+    browser.until("document.querySelectorAll('#positions i').length === 2")
     assert browser.run("document.querySelector('.scale').textContent") == "100%500"
-    assert browser.run("document.getElementById('model').textContent").startswith(
-        "tiny"
-    )
+    browser.until("document.getElementById('model').textContent.startsWith('tiny')")
     colours = set()
     for scheme in ("light", "dark"):
         feature = [{"name": "prefers-color-scheme", "value": scheme}]

@@ -174,14 +174,34 @@ def answers(replica: Replica) -> bool:
     return False
 
 
-def busy(router: Router) -> int:
-    """The process of the replica that has been given something."""
+def answering(router: Router) -> tuple[Replica, int]:
+    """The replica that has an answer to give, and its process."""
     until(lambda: router.pending > 0)
-    (found,) = [r for r in router.replicas.all if r.running]
-    with direct(found) as client:
-        until(lambda: client.get("/health").json()["given"])
-    assert found.process is not None
-    return found.process.pid
+    (replica,) = [r for r in router.replicas.all if r.running]
+    with direct(replica) as client:
+        until(lambda: client.get("/health").json()["due"])
+    assert replica.process is not None
+    return replica, replica.process.pid
+
+
+def go(replica: Replica, step: int = 0) -> None:
+    """Let a replica go on."""
+    with direct(replica) as client:
+        client.post("/v1/go", json={"step": step})
+
+
+@contextmanager
+def asking(client: httpx.Client, prompt: str) -> Iterator[socket.socket]:
+    """A request whose client leaves when the block ends."""
+    body = json.dumps({"prompt": prompt}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    address = client.base_url.host, client.base_url.port or 80
+    with socket.create_connection(address) as connection:
+        connection.sendall(head.encode() + body)
+        yield connection
 
 
 def after(act: Callable[[], Any], call: Callable[[], Any]) -> Any:
@@ -257,17 +277,12 @@ def test_events_come_one_by_one(ready: tuple[httpx.Client, Router]) -> None:
     client, router = ready
     with client.stream("POST", "/v1/completions", json={"prompt": "step"}) as answer_to:
         (replica,) = [r for r in router.replicas.all if r.running]
-
-        def go(step: int) -> None:
-            with direct(replica) as client:
-                client.post("/v1/go", json={"step": step})
-
         lines = answer_to.iter_lines()
         for step in range(3):
-            go(step) if step else None
+            go(replica, step) if step else None
             assert next(lines) == f"data: {step}"
             assert next(lines) == ""
-        go(-1)
+        go(replica, -1)
         assert list(lines) == []
 
 
@@ -290,11 +305,11 @@ def test_a_replica_that_ends_before_the_first_byte(
     starts = sum(each.starts for each in router.replicas.all)
 
     def kill() -> None:
-        pid = busy(router)
+        pid = answering(router)[1]
         os.kill(pid, signal.SIGKILL)
         until(lambda: router.again == again + 1)  # the other one has it, and hangs
         until(lambda: pid not in pids(router) and len(router.replicas.ready) == 2)
-        os.kill(busy(router), signal.SIGKILL)
+        os.kill(answering(router)[1], signal.SIGKILL)
         until(lambda: router.pending == 0)
 
     for path in ("/v1/completions", "/v1/messages"):
@@ -312,11 +327,16 @@ def test_a_replica_that_ends_before_the_first_byte(
         until(lambda: len(router.replicas.ready) == 2)
     # One that runs to its end at the other replica is whole.
     again = router.again
+
+    def kill_one() -> None:
+        os.kill(answering(router)[1], signal.SIGKILL)
+        until(lambda: router.again == again + 1)
+        go(answering(router)[0])
+
     answer = after(
-        lambda: os.kill(busy(router), signal.SIGKILL),
-        lambda: client.post("/v1/completions", json={"prompt": "slow"}),
+        kill_one, lambda: client.post("/v1/completions", json={"prompt": "wait"})
     )
-    assert answer.json()["body"] == {"prompt": "slow"}
+    assert answer.json()["body"] == {"prompt": "wait"}
     assert router.again == again + 1
 
 
@@ -350,7 +370,8 @@ def test_a_replica_that_ends_in_mid_stream(
         text = b""
         while text.count(b"\n\n") < 2:
             text += next(parts)
-        os.kill(busy(router), signal.SIGKILL)
+        (replica,) = [r for r in router.replicas.all if r.running]
+        replica.signal(signal.SIGKILL)
         text += b"".join(parts)
     first, second, last, end = text.decode().split("\n\n")
     assert (first, second, end) == ('event: a\ndata: {"n": 0}', 'data: {"n": 1}', "")
@@ -366,10 +387,11 @@ def test_a_client_that_leaves_is_left_by_the_replica(
     """A row that runs on for nobody: before the first byte, and in mid-stream."""
     client, router = ready
     ends = dict.fromkeys(pids(router), 0)
-    for prompt in ("hang", "stream"):
-        # Long enough that the request has reached a replica on a busy machine.
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json={"prompt": prompt}, timeout=1.5)
+    with asking(client, "hang"):
+        answering(router)
+    until(lambda: router.pending == 0)
+    with asking(client, "stream") as connection:
+        assert connection.recv(1)
     until(lambda: router.pending == 0)
 
     def look() -> bool:
@@ -389,15 +411,21 @@ def test_a_replica_that_does_not_answer_is_replaced(
     monkeypatch.setattr(supervision, "_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.3)
     before = [each.starts for each in router.replicas.all]
+
+    def restarted(times: int) -> bool:
+        pairs = zip(router.replicas.all, before, strict=True)
+        return all(each.starts >= n + times for each, n in pairs)
+
     # Both begin their looks anew, with the times of this test.
     for pid in pids(router):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: [r.starts for r in router.replicas.all] == [n + 1 for n in before])
+    # On a busy machine, others may be late as well.
+    until(lambda: restarted(1))
     until(lambda: len(router.replicas.ready) == 2)
     answer = client.post("/v1/completions", json={"prompt": "stop"})
     # The second one stops as well.
     assert answer.status_code in (502, 503)
-    until(lambda: [r.starts for r in router.replicas.all] == [n + 2 for n in before])
+    until(lambda: restarted(2))
 
 
 @pytest.mark.parametrize("suspect_seconds", [0.1, 1000])
@@ -421,10 +449,11 @@ def test_a_hung_replica_gets_no_more_requests(
     os.kill(first.process.pid, signal.SIGSTOP)
     try:
         second.running += 1  # so that the first one is asked first
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json={"prompt": "x"}, timeout=1)
+        with asking(client, "x"):
+            until(lambda: first.running == 1)
         second.running -= 1
-        until(lambda: first.running == 1)
+        until(lambda: first._abandoned == 1)
+        assert first.running == 1
         until(lambda: first.suspect == (suspect_seconds < 1))
         assert second.process is not None
         for i in range(4):
@@ -481,11 +510,11 @@ def test_the_end_and_the_beginning(tmp_path: Path) -> None:
         headers = {"x-api-key": "k"}
 
         def drain() -> None:
-            busy(router)
+            answering(router)
             loop = router.replicas._tasks[0].get_loop()
             asyncio.run_coroutine_threadsafe(router.drain(), loop).result(30)
 
-        body = {"prompt": "slow"}
+        body = {"prompt": "wait"}
         answer = after(
             drain,
             lambda: client.post("/v1/completions", json=body, headers=headers),
