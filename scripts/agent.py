@@ -71,10 +71,12 @@ def _serving(command: list[str], model: str) -> Iterator[str]:
         process.wait()
 
 
-def _ask(url: str, messages: list[dict[str, str]], most: int) -> tuple[str, Any]:
+def _ask(
+    url: str, messages: list[dict[str, str]], most: int, **more: Any
+) -> tuple[str, Any]:
     """An answer's text, and what it took."""
     body = {"messages": messages, "max_tokens": most, "temperature": 0, "stream": True,
-            "tools": _tools(), "stream_options": {"include_usage": True}}  # fmt: skip
+            "stream_options": {"include_usage": True}, **more}  # fmt: skip
     text, first, begin = "", 0.0, time.perf_counter()
     with httpx.stream("POST", url, json=body, timeout=600) as answer:
         answer.raise_for_status()
@@ -121,9 +123,11 @@ def main(model: str, turns: int, max_tokens: int, out: str | None) -> None:
         }
         for turn, result in enumerate(results):
             for name, url in urls.items():
-                role = "tool" if turn else "user"
-                talks[name].append({"role": role, "content": result})
-                text, facts = _ask(url, talks[name], max_tokens)
+                message = {"role": "user", "content": result}
+                if turn:
+                    message |= {"role": "tool", "tool_call_id": f"call_{turn}"}
+                talks[name].append(message)
+                text, facts = _ask(url, talks[name], max_tokens, tools=_tools())
                 talks[name].append({"role": "assistant", "content": text})
                 took[name].append(facts)
                 texts[name].append(text)
