@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.common import Script, header_of, write_report
-from specdec import EngineConfig, Ranks, SamplingParams
+from specdec import EngineConfig, Ranks
 from specdec.decoder import SpecDecoder
 from specdec.model_names import short
 from specdec.models import LoadedModel, load
@@ -29,11 +29,10 @@ from specdec.tools.bench.models import (
     random_prompts,
     random_shape,
 )
-from specdec.tools.decoding import token_level
+from specdec.tools.decoding import WARM_UP, time_rounds, token_level
 from specdec.utils.tables import markdown_table
 
 PHASES = ("draft forwards", "target forward", "hand over", "wait", "rest")
-WARM_UP = 4
 GROUP_SIZE = 64  # weights that share a scale, with --bits
 
 
@@ -115,26 +114,16 @@ def profile(
     )
     if decoder.follow():
         return {}
-    # Enough tokens that no row ends, whatever is accepted.
-    params = SamplingParams(max_tokens=(rounds + WARM_UP + 4) * (k + 1))
-    prompts = random_prompts(batch_size, 64, decoder.bounds.vocab_size)
-    events = decoder.stream(prompts, params)
-    while decoder.stats.rounds < WARM_UP:
-        next(events)
     clock = Clock()
-    with watched(clock, target.model, draft):
-        before = decoder.stats.rounds
-        start = time.perf_counter()
-        while decoder.stats.rounds < before + rounds:
-            next(events)
-        total = time.perf_counter() - start
-    events.close()  # type: ignore[attr-defined]
+    prompts = random_prompts(batch_size, 64, decoder.bounds.vocab_size)
+    watching = watched(clock, target.model, draft)
+    total = time_rounds(decoder, prompts, k, rounds, watching)
     mx.synchronize()
     if target.ranks is not None:
         target.ranks.release()
-    clock.seconds["rest"] = total - sum(clock.seconds.values())
     record = {phase: clock.seconds[phase] / rounds * 1e3 for phase in PHASES}
-    return {**record, "round": total / rounds * 1e3}
+    record["rest"] = total * 1e3 - sum(record.values())
+    return {**record, "round": total * 1e3}
 
 
 def mlx_lm_step(model: nn.Module, batch_size: int, rounds: int) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,7 +24,7 @@ from .progress import Progress, Share, announce
 if TYPE_CHECKING:
     from ..outputs import GenerationResult
     from ..spec_decode.draft_length import ForwardCosts
-    from ..tools.advice import Advice
+    from ..tools.advice import Advice, Division
 
 # How often the prompts are resampled, to see how the verdict depends on them.
 _DRAWS = 200
@@ -53,6 +54,14 @@ _SURE = 0.9
 @options.batches(default=(1, 8), help="Batch size to predict for; repeat it for more.")
 @options.temp()
 @options.ignore_chat_template()
+@click.option(
+    "--tensor-parallel",
+    "devices",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Time rounds with the target divided between N devices of this machine, too. "
+    "[default: all that CUDA has]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @options.quiet()
 def advise(
@@ -65,12 +74,14 @@ def advise(
     batch_sizes: tuple[int, ...],
     temp: float,
     ignore_chat_template: bool,
+    devices: int | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Decode a few prompts, time forwards, and predict the speed-up of drafting.
 
-    Without --draft, the draft is that of --draft auto.
+    Without --draft, the draft is that of --draft auto. With several devices, rounds are
+    timed on one and with the target divided between all.
 
     \b
       specdec advise --prompts questions.jsonl
@@ -124,10 +135,14 @@ def advise(
             progress.add(1, what=f"timing forwards of {b}")
     most = min(MAX_AUTO_DRAFT_TOKENS, decoder.max_proposals or MAX_AUTO_DRAFT_TOKENS)
     found, sure = _advice(results, costs, sizes, most)
+    names = decoder.target_name, decoder.draft_name
+    longest = decoder.max_draft_tokens
+    del decoder, events
+    division = _divide(loading, found, devices, quiet=quiet)
     if as_json:
         record = {
-            "target": decoder.target_name,
-            "draft": decoder.draft_name,
+            "target": names[0],
+            "draft": names[1],
             "vocabulary_share": stats.vocabulary_share,
             "prompts": len(records),
             "prompts_file": file,
@@ -139,19 +154,57 @@ def advise(
             **asdict(sure),
             "sure": sure.sure,
         }
+        if division is not None:
+            record["division"] = {**asdict(division), "verdict": division.verdict}
         show(json_text(record, indent=2))
         return
     source = "standard input" if file == "-" else file
     show(
-        f"target: {short(decoder.target_name)}\n"
-        f"draft:  {decoder.draft_name}{share_text(stats.vocabulary_share)}\n"
+        f"target: {short(names[0])}\n"
+        f"draft:  {names[1]}{share_text(stats.vocabulary_share)}\n"
         f"{counted(len(records), 'prompt')} of {shorten(source)}, "
         f"{counted(stats.row_rounds, 'round')} of up to "
-        f"{counted(decoder.max_draft_tokens, 'draft token')}\n"
+        f"{counted(longest, 'draft token')}\n"
     )
     show(_table(found))
     show(f"\nfrom {counted(len(results), 'prompt')}: {sure.words}")
+    if division is not None:
+        if division.alone:
+            show(f"\n{_division_table(division)}")
+        show(f"{division.devices} devices: {division.verdict}")
     show(f"verdict{'' if sure.sure else ' (unsure)'}: {found.verdict}")
+
+
+def _divide(
+    loading: Mapping[str, Any], found: Advice, devices: int | None, *, quiet: bool
+) -> Division | None:
+    """Time the advised rounds on one device and on several; ``None``: there is one."""
+    import mlx.core as mx
+
+    from ..tools.advice import WORTH_IT, Division
+    from .timing import count_devices, seconds_of_rounds
+
+    devices = devices or count_devices()
+    if devices == 1:
+        return None
+    batches = tuple(
+        (p.num_rows, p.best if p.speedup[p.best] >= WORTH_IT else 0)
+        for p in found.predictions
+    )
+    gc.collect()  # the models leave the device
+    mx.clear_cache()
+    times: list[tuple[float, ...]] = []
+    with Progress("timing", 2, quiet=quiet) as progress:
+        for number in (1, devices):
+            what = f"timing rounds on {counted(number, 'device')}"
+            progress.add(0, what=what)
+            seconds = seconds_of_rounds(loading, batches, number)
+            if isinstance(seconds, str):
+                return Division(devices, batches, problem=seconds)
+            times.append(tuple(seconds))
+            progress.add(1, what=what)
+    alone, divided = times
+    return Division(devices, batches, alone, divided)
 
 
 @dataclass(frozen=True)
@@ -244,6 +297,24 @@ def _advice(
     same = sum(each.worth_it == found.worth_it for each in drawn) / _DRAWS
     rounds = sum(result.rounds for result in results)
     return found, _Sureness((low, high), same, len(results), rounds)
+
+
+def _division_table(division: Division) -> str:
+    columns = zip(
+        division.batches,
+        division.alone,
+        division.divided,
+        division.speedup,
+        strict=True,
+    )
+    rows = [
+        ["ms of a round", "1 device", f"{division.devices} devices", "times as fast"],
+        *(
+            [f"batch {b}, k = {k}", f"{one * 1e3:.1f}", f"{all_ * 1e3:.1f}", f"{x:.2f}"]
+            for (b, k), one, all_, x in columns
+        ),
+    ]
+    return text_table(rows, align="right")
 
 
 def _table(found: Advice) -> str:

@@ -101,6 +101,44 @@ class Advice:
         )
 
 
+@dataclass(frozen=True)
+class Division:
+    """Rounds on one device, and with the target divided between several.
+
+    Args:
+        devices: how many.
+        batches: numbers of rows and of draft tokens.
+        alone, divided: seconds of a round on one device and on all.
+        problem: in one line, why there are no times.
+    """
+
+    devices: int
+    batches: tuple[tuple[int, int], ...]
+    alone: tuple[float, ...] = ()
+    divided: tuple[float, ...] = ()
+    problem: str = ""
+
+    @property
+    def speedup(self) -> tuple[float, ...]:
+        """How many times as fast all devices are, by batch."""
+        return tuple(a / d for a, d in zip(self.alone, self.divided, strict=True))
+
+    @property
+    def verdict(self) -> str:
+        """Where dividing the target pays, in one line."""
+        if self.problem:
+            return f"not timed: {self.problem}"
+        gains = zip(self.batches, self.speedup, strict=True)
+        faster = [str(rows) for (rows, _), gain in gains if gain >= WORTH_IT]
+        if not faster:
+            return f"one is faster: for more requests use --replicas {self.devices}"
+        return (
+            f"--tensor-parallel {self.devices} is up to {max(self.speedup):.2f} times "
+            f"as fast, at batch {', '.join(faster)}; for more requests at once use "
+            f"--replicas {self.devices}"
+        )
+
+
 def survival_of(
     num_draft_tokens_per_pos: Sequence[int],
     num_accepted_tokens_per_pos: Sequence[int],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +13,11 @@ import mlx.nn as nn
 from ..decoder import SpecDecoder, wired_memory
 from ..models import LoadedModel
 from ..outputs import GenerationResult
-from ..prompts import EncodedPrompt
+from ..prompts import EncodedPrompt, Prompt
 from ..sampling_params import SamplingParams
+
+#: Rounds that are not timed: they build graphs.
+WARM_UP = 4
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,33 @@ def decode(
     stepped(len(results), 1.0)
     session.stats.check_draft()
     return sorted(results, key=lambda result: result.index)
+
+
+def time_rounds(
+    decoder: SpecDecoder,
+    prompts: Sequence[Prompt],
+    k: int,
+    num_rounds: int,
+    watching: AbstractContextManager[object] | None = None,
+) -> float:
+    """Seconds of a mean round that proposes ``k`` tokens, after the first rounds.
+
+    Args:
+        prompts: the batch; no row ends, whatever is accepted.
+        watching: is entered for the rounds that are timed.
+    """
+    most = (num_rounds + WARM_UP + 4) * (k + 1)
+    least = most if decoder.tokenizer.eos_token_ids else 0
+    params = SamplingParams(max_tokens=most, min_tokens=least, num_draft_tokens=k)
+    events: Any = decoder.stream(list(prompts), params)
+    with closing(events):
+        while decoder.stats.rounds < WARM_UP:
+            next(events)
+        with watching or nullcontext():
+            before, start = decoder.stats.rounds, time.perf_counter()
+            while decoder.stats.rounds < before + num_rounds:
+                next(events)
+            return (time.perf_counter() - start) / num_rounds
 
 
 def with_end(result: GenerationResult) -> tuple[int, ...]:

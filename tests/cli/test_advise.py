@@ -19,6 +19,7 @@ from specdec.decoder import SpecDecoder
 from specdec.outputs import GenerationResult
 from specdec.spec_decode import DraftModel
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards
+from specdec.tools.advice import Division
 from specdec.tools.decoding import token_level
 
 
@@ -106,6 +107,18 @@ def test_text(
     assert "specdec: timing forwards of 1, 0 of 1 batch size" in lines
     assert text.splitlines()[-1].startswith("verdict (unsure): ")
     assert "from 2 prompts: too few to say how sure that is: give 5" in text
+
+
+def test_when_to_divide_a_target() -> None:
+    """A division that loses, or gains within the noise, is not advised."""
+    batches = ((1, 0), (8, 4), (32, 0))
+    mixed = Division(2, batches, (0.012, 0.013, 0.014), (0.008, 0.015, 0.0139))
+    assert mixed.speedup[0] == pytest.approx(1.5)
+    assert (
+        "--tensor-parallel 2 is up to 1.50 times as fast, at batch 1;" in mixed.verdict
+    )
+    worse = Division(4, batches[:1], (0.005,), (0.006,))
+    assert worse.verdict == "one is faster: for more requests use --replicas 4"
 
 
 def result(drafted: int, accepted: int) -> GenerationResult:

@@ -234,6 +234,33 @@ def test_a_command_under_mlx_launch(folder: Path, tmp_path: Path) -> None:
     assert "llama, divided between 2 ranks" in done.stderr
 
 
+@pytest.mark.parametrize("model", ["llama", "no-shard"])
+def test_advice_on_devices(model: str, folder: Path, tmp_path: Path) -> None:
+    """Rounds on two devices beside one; what cannot be divided loses no other advice.
+
+    All options of the models must reach both processes, and errors of ranks this one.
+    """
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\nabd\n")
+    arguments = [
+        "advise", "--target", str(folder / model), "--draft", "ngram", "--prompts",
+        str(prompts), "--max-tokens", "8", "--tensor-parallel", "2", "--batch", "1",
+        "--batch", "2", "--ignore-chat-template",
+    ]  # fmt: skip
+    found = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    division = found["division"]
+    assert [rows for rows, _ in division["batches"]] == [1, 2]
+    if model == "llama":
+        assert not division["problem"]
+        assert len(division["alone"]) == len(division["divided"]) == 2
+        assert min(division["alone"] + division["divided"]) > 0
+        assert "--replicas 2" in division["verdict"]
+    else:
+        assert "mlx-lm cannot shard gemma3_text models" in division["problem"]
+        assert not division["divided"]
+        assert found["verdict"]
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_dies_ends_the_other(
     killed: int, folder: Path, tmp_path: Path
