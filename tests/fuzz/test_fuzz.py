@@ -42,7 +42,7 @@ from .odd import (
 from .runner import Found, fuzz, run
 
 # Every seed is a case of each kind.
-SEEDS = 100
+SEEDS = 60
 PLANTED = "tests.fuzz.planted"
 # What is shown of them at once; each costs a process.
 MOST_FAULTS = 5

@@ -470,7 +470,7 @@ def test_a_bounded_part_of_the_soak() -> None:
 
 def test_a_bounded_part_of_the_soak_of_agents() -> None:
     """The long run is ``scripts/soak --server --agents``."""
-    counts = soak(seed=2, seconds=0, requests=12, agents=True)
+    counts = soak(seed=2, seconds=0, requests=5, agents=True)
     assert counts.whole > 20
     assert counts.left
 

@@ -152,6 +152,13 @@ def test_a_number_that_is_no_rank_s_is_refused(rank: int) -> None:
         reach_rank_0(HERE, secret, 1, 20).close()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not greet is left after a second."""
+    monkeypatch.setattr("specdec.utils.links._GREETING", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_rank_0_proves_itself_too() -> None:
     """Others who listen at the port would be told the run's models and prompts."""
     secret = secrets.token_bytes(32)
@@ -176,6 +183,7 @@ def test_rank_0_proves_itself_too() -> None:
     assert heard[1] == b""
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_taken_port_is_left_out() -> None:
     """Another program's port ends the run, or is taken for rank 0's."""
     secret = secrets.token_bytes(32)
