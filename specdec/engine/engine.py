@@ -44,6 +44,31 @@ Models = tuple[ModelRunner, Drafter | None]
 # Freeing it took 18 ms on one H100 (benchmarks/results/joins-h100.md), and it has to be
 # allocated again. One row alone would pay for that with every request.
 _REUSED = 1 / 16
+# Rows that decode wait for a chunk of a prompt that joins. A chunk that takes longer
+# than the second is followed by narrower ones, after less than the first by wider ones.
+PAUSES = 0.05, 0.1
+
+
+@dataclass
+class Pace:
+    """The width of prefill chunks while other rows decode.
+
+    Args:
+        most: the widest.
+    """
+
+    most: int
+
+    def __post_init__(self) -> None:
+        self.step = self.most
+
+    def take(self, seconds: float) -> int:
+        """The width of the next chunk, after one that took so long."""
+        if seconds > PAUSES[1]:
+            self.step = max(min(NARROWEST_CHUNK, self.most), self.step // 2)
+        elif seconds < PAUSES[0]:
+            self.step = min(self.most, self.step * 2)
+        return self.step
 
 
 @dataclass(frozen=True)
@@ -54,11 +79,13 @@ class _Joining:
         batch: the rows.
         chunks: each item hands one more chunk of prefill to the device.
         slots: how many slots the running batch needs once these rows have joined it.
+        paced: runs the prompts in steps of the engine's pace; ``None``: nothing does.
     """
 
     batch: DecodeBatch
     chunks: Iterator[None]
     slots: int
+    paced: ModelRunner | None = None
 
 
 class Engine:
@@ -110,6 +137,7 @@ class Engine:
         self._choice = DraftChoice(most, length, DraftGuard(), ranks)
         self._models = target, drafter and self._choice.guard.drafter(drafter)
         self._backend = backend
+        self._pace = Pace(target.prefill_step_size)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
         self._observer = observer or RoundObserver()
@@ -301,9 +329,12 @@ class Engine:
         if self._running is not None:
             self._running.note_interruption()
         joining.alone = self._running is None
-        before = joining.prefill_tokens
+        before, begun = joining.prefill_tokens, time.perf_counter()
         try:
             more = next(self._joining.chunks, _DONE) is not _DONE
+            if self._joining.paced is not None:
+                step = self._pace.take(time.perf_counter() - begun)
+                self._joining.paced.prefill_step_size = step
             if self._running is None and not self._backend.prefills_by_layers:
                 # Waiting bounds memory, and no round runs that it could delay.
                 mx.synchronize()
@@ -396,8 +427,12 @@ class Engine:
 
     def _begin(self, requests: list[Request], running: list[Request]) -> None:
         target, drafter = self._models
+        paced = None
         if (step := requests[0].prefill_step) is not None:  # it joins alone
             target = target.in_steps(step)
+        elif running and self._backend.prefills_by_layers and self._rehearsal.alone:
+            # Elsewhere nothing waits for a chunk, and ranks have clocks of their own.
+            target = paced = target.in_steps(self._pace.step)
         drafts = drafter is not None and self._may_draft(running, requests)
         for request in requests:
             request.kv_bits, request.drafts = target.options.kv_bits, drafts
@@ -412,7 +447,7 @@ class Engine:
             self._in_flight,
             own,
         )
-        self._joining = _Joining(batch, batch.prefill(), slots)
+        self._joining = _Joining(batch, batch.prefill(), slots, paced)
 
     def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:
         """The number of slots for the joining rows, and for all rows after the join.

@@ -1,0 +1,59 @@
+"""A long prompt that joins does not stop the rows that decode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import SamplingParams
+from specdec.engine.engine import Pace
+from specdec.models.runner import ModelRows
+from specdec.request import Request
+from tests.plain import BEHIND, engine_of, greedy
+
+BY_LAYERS = replace(BEHIND, prefills_by_layers=True)
+LONG = [7, 8, 9] * 70
+
+
+def test_steps_follow_the_time_that_chunks_take() -> None:
+    """Chunks stay narrow after one slow one, become wider than allowed, or vanish."""
+    pace = Pace(512)
+    assert [pace.take(s) for s in (0.07, 0.2, 0.2, 0.07)] == [512, 256, 128, 128]
+    assert [pace.take(s) for s in (0.01, 0.01, 0.01)] == [256, 512, 512]
+    assert [pace.take(9.0) for _ in range(6)][-2:] == [32, 32]
+    assert Pace(8).take(9.0) == 8
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_slow_chunk_is_followed_by_narrower_ones(
+    target: Any, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where rows decode; the tokens are the same."""
+    widths: list[int] = []
+    right = ModelRows._padded_forward
+
+    def forward(self: ModelRows, tokens: mx.array, *args: Any, **more: Any) -> mx.array:
+        if tokens.shape[1] > 2:
+            widths.append(tokens.shape[1])
+        return right(self, tokens, *args, **more)
+
+    monkeypatch.setattr(ModelRows, "_padded_forward", forward)
+    taken = Pace.take
+    monkeypatch.setattr(Pace, "take", lambda self, seconds: taken(self, 9.0))
+    engine = engine_of(target, None, backend=BY_LAYERS, prefill_step_size=128)
+    short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
+    engine.add(short)
+    while beside and len(short.tokens) < 5:
+        engine.step()
+    widths.clear()
+    long = Request(1, "", tuple(LONG), SamplingParams(max_tokens=9))
+    engine.add(long)
+    while engine.busy:
+        engine.step()
+    wide = [width for width in widths if width > 31]
+    assert wide[:3] == ([128, 64, 32] if beside else [128, 128])
+    assert long.tokens == greedy(target, LONG, 9)
+    assert short.tokens == greedy(target, [5, 6], 60)
