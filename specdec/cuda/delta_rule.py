@@ -355,8 +355,8 @@ def _agrees(form: Form) -> bool:
             y, after = looped(*inputs, each)
             mx.eval(y, after)
         ours = scan(*inputs, each)
-        for found, exact in zip(ours, (y, after), strict=True):
-            off = mx.abs(found.astype(mx.float32) - exact).max()
+        for output, exact in zip(ours, (y, after), strict=True):
+            off = mx.abs(output.astype(mx.float32) - exact).max()
             # Compared this way round, NaN is no agreement.
             if not (off <= most * mx.abs(exact).max()).item():
                 return False

@@ -238,19 +238,18 @@ def _computed(
     block: Any, form: Form, x: mx.array, logits: mx.array, shared: mx.array | None
 ) -> mx.array:
     chosen, scores = route(form, logits, shared)
-    experts, own = block.switch_mlp, block.get("shared_expert") if form.shared else None
+    names = "gate_proj", "up_proj", "down_proj"
+    gate, up, down = (_packed(block.switch_mlp[name]) for name in names)
+    both: tuple[mx.array, ...] = ()
+    last: tuple[mx.array, ...] = ()
+    if form.shared:
+        *pair, last = (_packed(block.shared_expert[name]) for name in names)
+        both = (*pair[0], *pair[1])
     kind: Any = {"bits": form.product.bits, "group_size": form.product.group_size}
-
-    def of(name: str) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-        return _packed(experts[name]), () if own is None else _packed(own[name])
-
-    (gate, its_gate), (up, its_up), (down, its_down) = map(
-        of, ("gate_proj", "up_proj", "down_proj")
-    )
     hidden = packed_matmul.expert_product(
-        x[:, None, None], gate, chosen, up=up, shared=(*its_gate, *its_up), **kind
+        x[:, None, None], gate, chosen, up=up, shared=both, **kind
     )
-    y = packed_matmul.expert_product(hidden, down, chosen, shared=its_down, **kind)
+    y = packed_matmul.expert_product(hidden, down, chosen, shared=last, **kind)
     return weighted_sum(form, y, scores)
 
 
@@ -352,33 +351,33 @@ def _agrees(form: Form) -> bool:
         return mx.random.normal(shape, key=mx.random.key(sum(shape)))
 
     dtype, tokens, used = form.product.dtype, 40, form.used
-    logits, its_logit = drawn(tokens, form.experts), drawn(tokens, 1)
-    logits, its_logit = logits.astype(dtype), its_logit.astype(dtype)
-    chosen, scores = route(form, logits, its_logit if form.shared else None)
+    logits, shared = drawn(tokens, form.experts), drawn(tokens, 1)
+    logits, shared = logits.astype(dtype), shared.astype(dtype)
+    chosen, scores = route(form, logits, shared if form.shared else None)
     with mx.stream(mx.cpu):
         gates = mx.softmax(logits.astype(mx.float32), axis=-1)
         best = mx.sort(gates, axis=-1)[:, -used:]
-        found = mx.take_along_axis(gates, chosen, axis=-1)
-        if not _close(found, best):
+        if not _close(mx.take_along_axis(gates, chosen, axis=-1), best):
             return False
         if form.normed:
             best = best / best.sum(axis=-1, keepdims=True)
         if form.shared:
-            its = mx.sigmoid(its_logit.astype(mx.float32))
-            best = mx.concatenate([best, its], axis=-1)
+            last = mx.sigmoid(shared.astype(mx.float32))
+            best = mx.concatenate([best, last], axis=-1)
         if not _close(scores, best):
             return False
     # The products depend on the number of experts only by their grid.
     experts, columns = 3, 72
     chosen, every = chosen % experts, chosen % experts
     if form.shared:
-        its = mx.full((tokens, 1), experts, every.dtype)
-        every = mx.concatenate([every, its], axis=-1)
+        last = mx.full((tokens, 1), experts, every.dtype)
+        every = mx.concatenate([every, last], axis=-1)
     for part in (form.product, form.after):
         length = part.group_size * (24 if part.eights else 25)
         x = drawn(tokens, 1, 1, length).astype(dtype)
         packed, wide = [], []
-        for i in range(2 if part is form.product else 1):
+        gated = part is form.product
+        for i in range(2 if gated else 1):
             dense = drawn(experts + 1, columns + i, length)[:, :columns].astype(dtype)
             packed.append(mx.quantize(dense, part.group_size, part.bits))
             scales, biases = (a.astype(mx.float32) for a in packed[-1][1:])
@@ -387,28 +386,30 @@ def _agrees(form: Form) -> bool:
             )
             wide.append(x.astype(mx.float32) @ matrices[every].swapaxes(-1, -2))
         exact = wide[0]
-        if len(wide) > 1:
+        if gated:
             exact = exact * mx.sigmoid(exact) * wide[1]
-        own = [[a[:-1] for a in each] for each in packed]
-        its_own = [a[-1] for each in packed for a in each] if form.shared else []
+        experts_of = [[a[:-1] for a in each] for each in packed]
+        alone = [a[-1] for each in packed for a in each] if form.shared else []
         for many in (False, True):
-            found = packed_matmul.expert_product(
-                x if len(own) > 1 else mx.broadcast_to(x, (*every.shape, 1, length)),
-                own[0],
+            y = packed_matmul.expert_product(
+                x
+                if len(experts_of) > 1
+                else mx.broadcast_to(x, (*every.shape, 1, length)),
+                experts_of[0],
                 chosen,
                 bits=part.bits,
                 group_size=part.group_size,
-                up=own[1] if len(own) > 1 else (),
-                shared=its_own,
+                up=experts_of[1] if gated else (),
+                shared=alone,
                 wide=many,
             )
-            if not _close(found, exact):
+            if not _close(y, exact):
                 return False
-    exact = (found.astype(mx.float32) * scores[..., None, None]).sum(axis=1)
-    return _close(weighted_sum(form, found, scores), exact.squeeze(1))
+    exact = (y.astype(mx.float32) * scores[..., None, None]).sum(axis=1)
+    return _close(weighted_sum(form, y, scores), exact.squeeze(1))
 
 
-def _close(found: mx.array, exact: mx.array) -> bool:
+def _close(ours: mx.array, exact: mx.array) -> bool:
     # Compared this way round, NaN is no agreement.
-    off = mx.abs(found.astype(mx.float32) - exact).max()
+    off = mx.abs(ours.astype(mx.float32) - exact).max()
     return bool((off <= 0.02 * mx.abs(exact).max()).item())

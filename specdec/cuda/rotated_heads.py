@@ -281,11 +281,11 @@ def _agrees(form: Form) -> bool:
     k = drawn(3, 2, form.key_heads, form.size)
     norms = drawn(form.size), 1 + drawn(form.size)
     offset = mx.array([0, 7, 1000], mx.int32)
-    found = rotated(form, q, k, norms, offset)
-    for ours, given, norm in zip(found, (q, k), norms, strict=True):
-        given, norm = given.astype(mx.float32), norm.astype(mx.float32)
+    both = rotated(form, q, k, norms, offset)
+    for ours, heads, norm in zip(both, (q, k), norms, strict=True):
+        heads, norm = heads.astype(mx.float32), norm.astype(mx.float32)
         exact = mx.fast.rope(
-            mx.fast.rms_norm(given, norm, form.eps).transpose(0, 2, 1, 3),
+            mx.fast.rms_norm(heads, norm, form.eps).transpose(0, 2, 1, 3),
             form.rotated,
             traditional=False,
             base=form.base,

@@ -419,7 +419,7 @@ class ModelRows:
             model = scores.watching(model)
         lengths = [len(p) for p in self._prompts]
         done = list(self.reused)
-        computing: deque[Any] = deque()
+        in_flight: deque[Any] = deque()
         while done != lengths:
             rest = [n - d for n, d in zip(lengths, done, strict=True)]
             width = self.runner.chunk(max(rest), len(rest))
@@ -443,7 +443,7 @@ class ModelRows:
                 scores.take(done, valid)
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
-            self._evaluate_by_layers(computing, len(rest) * width)
+            self._evaluate_by_layers(in_flight, len(rest) * width)
             self.written, self.done = valid, done
             if self.beside is None:
                 self._record(before, done, width)
@@ -451,7 +451,7 @@ class ModelRows:
             if self.beside is not None:  # the head has read the chunk by now
                 self._record(before, done, width)
         # What is held could not be written in place.
-        computing.clear()
+        in_flight.clear()
         self.note_lengths(max(lengths), min(lengths))
         # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
@@ -510,14 +510,14 @@ class ModelRows:
         """Start computing what was written, without waiting for it."""
         mx.async_eval([c.state for c in self._caches])
 
-    def _evaluate_by_layers(self, computing: deque[Any], num_tokens: int) -> None:
+    def _evaluate_by_layers(self, in_flight: deque[Any], num_tokens: int) -> None:
         """Start computing a prefill chunk; wait until all but a few layers are done.
 
         MLX runs up to a thousand operations ahead of the device, and holds all that
         these compute: unpacked weights and hidden states of many layers.
 
         Args:
-            computing: states of layers that the device may still be computing.
+            in_flight: states of layers that the device may still be computing.
             num_tokens: tokens of the chunk, padding included.
         """
         if not self.runner.backend.prefills_by_layers:
@@ -527,9 +527,9 @@ class ModelRows:
         for cache in self._caches:
             state = cache.state
             mx.async_eval(state)
-            computing.append(state)
-            while len(computing) > ahead:
-                mx.eval(computing.popleft())
+            in_flight.append(state)
+            while len(in_flight) > ahead:
+                mx.eval(in_flight.popleft())
 
     def _restore(self, without: Collection[int]) -> Iterator[None]:
         """Begin with a prefix from the store; yield while it is read."""

@@ -276,7 +276,7 @@ class Service:
         )
         spent = time.monotonic() - prepared.began
         timeout = max(0.0, self.config.request_timeout - spent)
-        shown: float | None = None
+        newest: float | None = None
         try:
             stream = self.engine.stream(
                 encoded.prompt, params, timeout=timeout, checked=True
@@ -284,11 +284,11 @@ class Service:
             async with aclosing(stream) as events:
                 async for event in events:
                     if event.token_ids:
-                        before, shown = shown, time.monotonic()
+                        before, newest = newest, time.monotonic()
                         if before is None:
-                            self.metrics.first_token(shown - prepared.began)
+                            self.metrics.first_token(newest - prepared.began)
                         else:
-                            self.metrics.next_tokens(shown - before)
+                            self.metrics.next_tokens(newest - before)
                     for part in parts.feed(event.text):
                         inbox.put_nowait(part)
                     tokens = _tokens(event)
