@@ -66,7 +66,8 @@ class ResponseRequest(OpenAISampling):
         "messages": "input", "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens", "response_format": "text",
         "reasoning_effort": "reasoning",
-        **dict.fromkeys(OpenAISampling.elsewhere, "max_output_tokens"),
+        **{name: meant.replace("max_tokens", "max_output_tokens")
+           for name, meant in OpenAISampling.elsewhere.items()},
     }  # fmt: skip
     input: str | list[dict[str, Any]]
     instructions: str | None = None

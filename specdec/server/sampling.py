@@ -53,9 +53,12 @@ class StructuredOutputs(Record):
 class Sampling(Record):
     """Parameters of every endpoint: mlx-lm's, vLLM's and this server's own."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("n_predict", "num_predict", "max_new_tokens"), "max_tokens"
-    )
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
+        "repeat_penalty": "repetition_penalty",
+        "repeat_last_n": "repetition_context_size",
+        "thinking_token_budget": "max_thinking_tokens",
+    }
     accepted = frozenset(
         {"cache_prompt", "keep_alive", "priority", "request_id", "id_slot",
          "spaces_between_special_tokens", "guided_decoding_backend",
@@ -70,6 +73,23 @@ class Sampling(Record):
         "bad_words": Refused("use logit_bias", ([],)),
         "prompt_logprobs": Refused("prompts have no log-probabilities here"),
         "truncate_prompt_tokens": Refused("prompts are not shortened here"),
+        "allowed_token_ids": Refused("use logit_bias, or a grammar", ([],)),
+        "chat_template": Refused("the model's own is used"),
+        "detokenize": Refused("answers are texts; use return_token_ids", (True,)),
+        "documents": Refused("put them into messages", ([],)),
+        "include_reasoning": Refused("leave reasoning_content unread", (True,)),
+        "json_schema": Refused("use response_format"),
+        "length_penalty": Refused("there is no beam search", (1,)),
+        "logits_processors": Refused("nothing is run here", ([],)),
+        "n_probs": Refused("use logprobs", (0,)),
+        # Samplers of llama.cpp, with the values that turn them off.
+        **dict.fromkeys(
+            ("dry_multiplier", "dynatemp_range", "mirostat"),
+            Refused("there is no such sampler", (0,)),
+        ),
+        **dict.fromkeys(
+            ("tfs_z", "typical_p"), Refused("there is no such sampler", (1,))
+        ),
     }
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = None

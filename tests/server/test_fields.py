@@ -353,3 +353,25 @@ def test_both_names_of_one_form(server: Running) -> None:
         assert made.json()["choices"][0]["message"]["content"].strip('"') == "ab"
         other = {**both, "guided_regex": "ab"}
         assert post(server, "chat/completions", **other).status_code == 400
+
+
+def test_settings_of_other_servers(server: Running) -> None:
+    """One that would change the answer is dropped, or one that is off is refused."""
+    off = {"length_penalty": 1.0, "mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0,
+           "detokenize": True, "documents": [], "allowed_token_ids": None}  # fmt: skip
+    for path in BODIES:
+        made = post(server, path, **off)
+        assert made.status_code == 200, made.text
+        assert "x-specdec-ignored" not in made.headers
+        for name, meant in (
+            ("repeat_penalty", "repetition_penalty"),
+            ("repeat_last_n", "repetition_context_size"),
+            ("thinking_token_budget", "max_thinking_tokens"),
+            (
+                "num_predict",
+                "max_output_tokens" if path == "responses" else "max_tokens",
+            ),
+        ):
+            made = post(server, path, **{name: 2})
+            assert made.status_code == 400
+            assert f"did you mean {meant}?" in made.json()["error"]["message"]
