@@ -357,8 +357,8 @@ def test_both_names_of_one_form(server: Running) -> None:
 
 def test_settings_of_other_servers(server: Running) -> None:
     """One that would change the answer is dropped, or one that is off is refused."""
-    off = {"length_penalty": 1.0, "mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0,
-           "detokenize": True, "documents": [], "allowed_token_ids": None}  # fmt: skip
+    off = {"length_penalty": 1.0, "mirostat": 0, "typical_p": 1.0, "detokenize": True,
+           "documents": [], "allowed_token_ids": None}  # fmt: skip
     for path in BODIES:
         made = post(server, path, **off)
         assert made.status_code == 200, made.text
