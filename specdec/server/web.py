@@ -80,7 +80,7 @@ def application(
             allow_origins=list(config.cors),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["*"],
         )
         layers.insert(0, cors)
     app = Starlette(
