@@ -109,9 +109,10 @@ def test_idle_connections_keep_nobody_out() -> None:
 
 def test_answers_that_are_due_are_not_cut_for_others() -> None:
     """A running answer gives way to nobody: the next one is told to come later."""
-    go = threading.Event()
+    go, begun = threading.Event(), list[Request]()
 
     async def slow(request: Request) -> Response:
+        begun.append(request)
         await asyncio.to_thread(go.wait)
         return PlainTextResponse("slow")
 
@@ -123,8 +124,9 @@ def test_answers_that_are_due_are_not_cut_for_others() -> None:
         ]
         for each in both:
             each.sendall(ask)
-        until(lambda: httpx.get(f"{url}/slow").status_code == 503)
+        until(lambda: len(begun) == 2)
         answer = httpx.get(f"{url}/slow")
+        assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "busy"
         assert answer.headers["retry-after"]
         go.set()
