@@ -236,13 +236,12 @@ class CacheCore:
     # -- writing and reading ----------------------------------------------
 
     def _limit(self) -> int | None:
-        limits = [n for n in (self.layout.num_slots, self.max_length) if n is not None]
+        limits = [n for n in (self.ring and self.ring.slots, self.max_length) if n]
         return min(limits, default=None)
 
     def _slots_needed(self, length: int) -> int:
         """Slots for rows of up to ``length`` tokens."""
-        slots = self.layout.num_slots
-        return length if slots is None else min(length, slots)
+        return length if self.ring is None else min(length, self.ring.slots)
 
     def _longest_after(self, num_tokens: int) -> int:
         """Upper bound on the longest row once ``num_tokens`` are written."""
@@ -266,7 +265,7 @@ class CacheCore:
         The rows can then be placed into ``other`` as they are. Nothing extra is
         allocated if that is far more than they can ever need.
         """
-        if self.max_length is not None and self.layout.num_slots is None:
+        if self.max_length is not None and self.ring is None:
             most = grown_capacity(self.max_length)
             self._storage.least = other.capacity if other.capacity <= most else 0
 

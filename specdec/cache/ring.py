@@ -28,6 +28,7 @@ class Ring:
 
     Attributes:
         layout: which slot holds which position.
+        slots: slots of a row, the pinned ones included.
         reach: tokens ever written to any row, an upper bound.
         undone: how many of them were taken back since a row may have wrapped.
 
@@ -48,11 +49,7 @@ class Ring:
     def _lay(self, max_write: int) -> None:
         self.max_write = at_least("max_write", max_write, 1)
         self.layout = RingLayout(self.window + max_write - 1, self.keep)
-
-    @property
-    def slots(self) -> int:
-        """Slots of a row, the pinned ones included."""
-        return ring_slots(self.window, self.max_write, self.keep)
+        self.slots = ring_slots(self.window, max_write, self.keep)
 
     @property
     def size(self) -> int:
