@@ -84,7 +84,8 @@ def _changes(layer: Any) -> bool:
     if "embedding" in layer:
         base, arguments = layer.embedding, [mx.arange(8)]
     else:
-        base, shape, arguments = layer.linear, (8, layer.lora_a.shape[0]), []
+        base, arguments = layer.linear, []
+        shape: tuple[int, ...] = (8, layer.lora_a.shape[0])
         if layer.lora_a.ndim == 3:  # of experts
             experts, _, columns = layer.lora_a.shape
             shape, arguments = (experts, 1, 1, columns), [mx.arange(experts)[:, None]]

@@ -112,7 +112,7 @@ def test_a_key_that_harms_only_later_queries(
     """The round of its draft has finite logits, and a round without a draft has not."""
     model = tiny_model("llama", seed=0, num_key_value_heads=4)
     assert model.layers[0].self_attn.n_heads == 4
-    model.layers[0].self_attn.rope = Treacherous()
+    model.layers[0].self_attn.rope = Treacherous()  # type: ignore[no-untyped-call]
     model.model.embed_tokens.__class__ = Noting
     params = [never_bad(n) for n in LENGTHS]
     drafter = proposing(model, params)

@@ -69,7 +69,7 @@ class GemmaLayer(HeadLayer):
         super().__init__(sizes)
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
         self.self_attn = attention
-        self.mlp = GemmaMLP(size, sizes.intermediate_size)  # type: ignore[no-untyped-call]
+        self.mlp = GemmaMLP(size, sizes.intermediate_size)
         self.pre_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
         self.post_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
         self.layer_scalar = mx.ones((1,))
