@@ -67,11 +67,13 @@ class Described(Protocol):
 # Names of the number of positions, in the order in which they count. GPT-2's and
 # GPTBigCode's is the size of a table of positions; nobody reads past it.
 _POSITIONS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "max_seq_length",
+    "n_positions", "max_position_embeddings", "max_seq_len", "max_seq_length",
     "max_sequence_length", "seq_length", "n_ctx", "block_size",
 )  # fmt: skip
-# Parts of a configuration that describe the model of text.
-_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+# No model has so many.
+_ENDLESS = 1e15
+# Parts of a configuration that describe the model of text, or hold such a part.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -80,20 +82,25 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     For a scaled rotary embedding, the original length times the factor, if that is
     larger than the number that the configuration names.
     """
-    parts = [config[k] for k in _TEXT_PARTS if isinstance(config.get(k), Mapping)]
-    named = (p.get(k) for p in (*parts, config) for k in _POSITIONS)
-    length = next((n for n in named if type(n) is int and n > 0), None)
+    parts = [config]
+    for part in parts:  # which grows
+        held = (part.get(name) for name in _TEXT_PARTS)
+        parts += [each for each in held if isinstance(each, Mapping)]
+    parts.reverse()  # the innermost first
+    named = (_number(part.get(name)) for part in parts for name in _POSITIONS)
+    length = next((int(n) for n in named if n >= 1), None)
     if length is None:
         return None
-    text = parts[0] if parts else config
-    scaling = text.get("rope_scaling") or text.get("rope_parameters")
-    if not isinstance(scaling, Mapping):
-        return length
-    factor = scaling.get("factor")
-    original = scaling.get("original_max_position_embeddings")
-    if isinstance(factor, int | float) and isinstance(original, int):
-        return max(length, int(factor * original))
-    return length
+    scalings = (p.get("rope_scaling") or p.get("rope_parameters") for p in parts)
+    scaling = next((each for each in scalings if isinstance(each, Mapping)), {})
+    original = _number(scaling.get("original_max_position_embeddings"))
+    return max(length, int(_number(scaling.get("factor")) * original))
+
+
+def _number(value: Any) -> float:
+    """A number of a configuration; 0 if it is none, or no number of positions."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number and 0 < value < _ENDLESS else 0
 
 
 def setting(config: Mapping[str, Any], *names: str) -> Any:

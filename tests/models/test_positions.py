@@ -23,7 +23,12 @@ TABLE = 24
 @pytest.mark.parametrize(
     ("config", "length"),
     [
-        ({"max_position_embeddings": 64, "n_positions": 32}, 64),
+        ({"max_position_embeddings": 64, "n_positions": 32}, 32),
+        ({"max_position_embeddings": 64.0, "n_ctx": 32}, 64),
+        ({"max_position_embeddings": 10**400, "n_ctx": 32}, 32),
+        ({"max_position_embeddings": float("inf"), "n_ctx": 32}, 32),
+        ({"thinker_config": {"text_config": {"n_ctx": 47}}, "n_positions": 9}, 47),
+        ({"text_config": [], "llm_config": {}, "max_sequence_length": 49}, 49),
         ({"n_positions": 32, "n_ctx": 48}, 32),
         ({"n_ctx": 48}, 48),
         ({"max_seq_len": 40}, 40),
@@ -43,6 +48,19 @@ TABLE = 24
                 },
             },
             80,
+        ),
+        *(
+            (
+                {
+                    "n_ctx": 50,
+                    "rope_scaling": {
+                        "factor": factor,
+                        "original_max_position_embeddings": 20,
+                    },
+                },
+                50,
+            )
+            for factor in (float("inf"), float("nan"), -4, "4", True, None)
         ),
     ],
 )
