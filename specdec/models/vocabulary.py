@@ -109,9 +109,7 @@ def _same_tokens(target: _Pieces, draft: _Pieces) -> dict[int, int]:
     }
     for role, token in target.roles.items():
         other = draft.roles.get(role)
-        if other is None or token in same or draft.of_id[other] in target.ids:
-            continue
-        if other not in same.values():
+        if other is not None and token not in same and other not in same.values():
             same[token] = other
     return same
 

@@ -393,3 +393,27 @@ def test_writes_after_a_checkpoint_are_repeated_each_at_its_own_position() -> No
     cache.trim_per_sequence([3, 1])
     assert cache.arrays[0].tolist() == [3.0 + 1.0, 7.0 + 22.0 + 2.0]
     assert [write.offsets for write in writes] == [[[2, 2]], [[4, 4]]]
+
+
+def test_a_slot_begins_with_no_state() -> None:
+    """A row goes on from the states of another, whose slot or place it takes."""
+    cache, empty = (BatchRecurrentCache(2, size=1) for _ in range(2))
+    cache.write(sums(mx.array([[1.0, 2.0], [3.0, 4.0]])))
+    cache.reset([1])
+    cache.write(sums(mx.array([[5.0], [6.0]])))
+    assert cache.arrays[0].tolist() == [8.0, 6.0]
+    cache.place([0], empty)
+    cache.write(sums(mx.array([[7.0], [8.0]])))
+    assert cache.arrays[0].tolist() == [7.0, 14.0]
+
+
+def test_states_before_a_write_are_remembered_until_the_rows_change() -> None:
+    """An answer is stored with states of other tokens than its own."""
+    cache = BatchRecurrentCache(2, size=1)
+    assert not cache.remembers
+    cache.write(sums(mx.array([[1.0, 2.0], [3.0, 4.0]])))
+    cache.write(sums(mx.array([[5.0], [6.0]])))
+    assert cache.remembers
+    assert cache.states_before(1)[0].tolist() == [7.0]
+    cache.reset([0])
+    assert not cache.remembers

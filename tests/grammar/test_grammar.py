@@ -166,6 +166,19 @@ def bad_checkers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.close()
 
 
+def test_grammars_in_use_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that every request has is compiled again and again for the rare ones."""
+    monkeypatch.setattr(compiler, "_KEPT", 2)
+    made = GrammarCompiler(byte_tokenizer(), 300, bounded=False)
+    rare = [Grammar.regex(text) for text in "abc"]
+    for grammar in rare:
+        made.compile(YES)
+        made.compile(grammar)
+        assert made.kept(grammar) is not None
+        assert made.kept(YES) is not None
+    assert [made.kept(grammar) is None for grammar in rare] == [True, True, False]
+
+
 @pytest.mark.usefixtures("bad_checkers")
 def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time, memory or stack: none of them is this process's, and no slot is lost.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.nn as nn
@@ -18,10 +20,29 @@ from .test_gguf_tokenizer import sentencepiece_vocabulary
 
 
 class Vocabulary:
-    """As much of a tokenizer as is needed."""
+    """As much of a tokenizer as is needed.
 
-    def __init__(self, ids: dict[str, int]) -> None:
+    Args:
+        ids: its tokens.
+        special: those that are special.
+        decoder: of the library's tokenizer, as text.
+        roles: the tokens that end texts (``eos``), and so on.
+    """
+
+    def __init__(
+        self,
+        ids: dict[str, int],
+        special: Collection[str] = (),
+        decoder: str = "",
+        **roles: str,
+    ) -> None:
         self.ids = ids
+        self.added_tokens_decoder = {
+            ids[token]: SimpleNamespace(special=True) for token in special
+        }
+        self.backend_tokenizer = SimpleNamespace(decoder=decoder)
+        for role, token in roles.items():
+            setattr(self, f"{role}_token_id", ids[token])
 
     def get_vocab(self) -> dict[str, int]:
         return dict(self.ids)
@@ -68,6 +89,62 @@ def test_other_ids_and_tokens() -> None:
     assert found.reads.tolist() == [0, 2, 1, 3, 0, 4, 0, 0]
     assert found.proposes.tolist() == [True] * 4 + [False] * 4
     assert found.share == 4 / 7
+
+
+def test_a_special_token_is_not_its_text() -> None:
+    """Text that spells one is proposed as if it ended the answer, or is read as one."""
+    plain = Vocabulary({"a": 0, "<x>": 1, "y<x>": 2, "?": 3}, unk="?")
+    special = Vocabulary({"<x>": 0, "?": 1, "a": 2}, special=["<x>"], unk="?")
+    found = mapped(plain, special)
+    assert found.reads.tolist() == [2, 1, 1, 1]
+    assert found.proposes.tolist() == [True, False, False, True]
+    found = mapped(special, plain)
+    assert found.reads.tolist() == [1, 3, 0]
+    assert found.proposes.tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("draft", "read"),
+    [
+        (Vocabulary({"b": 0, " a": 1, "\u2581a": 2}, decoder="\u2581"), 1),
+        (Vocabulary({"b": 0, "\u2581a": 1, " a": 2}, decoder="\u2581"), 1),
+        (Vocabulary({"b": 0, "<0x61>": 1, "a": 2}, decoder="ByteFallback()"), 2),
+        (Vocabulary({"b": 0, "<0x61>": 1}, decoder="ByteFallback()"), 1),
+        (Vocabulary({"b": 0, "<0x61>": 1, "a": 2}), 2),
+    ],
+)
+def test_of_several_spellings_one_is_read(draft: Vocabulary, read: int) -> None:
+    """A byte token stands for a character of its own only if nothing else does."""
+    text = " a" if "\u2581a" in draft.ids else "a"
+    found = mapped(Vocabulary({"z": 0, text: 1, "b": 2}), draft)
+    assert (found.reads[1], bool(found.proposes[1])) == (read, True)
+
+
+def test_ends_of_texts_are_the_same_whatever_their_names() -> None:
+    """But not if the draft has the target's own end, or the name means another token.
+
+    Nor twice: a token that ends and begins texts would be proposed for both.
+    """
+
+    def read(target: Vocabulary, draft: Vocabulary, token: int = 0) -> int | None:
+        found = mapped(target, draft)
+        return int(found.reads[token]) if found.proposes[token] else None
+
+    target = Vocabulary({"</s>": 0, "a": 1}, special=["</s>"], eos="</s>")
+    named = {"a": 0, "<end>": 1}
+    assert read(target, Vocabulary(named, special=["<end>"], eos="<end>")) == 1
+    assert read(target, Vocabulary(named, special=["<end>"], bos="<end>")) is None
+    both = Vocabulary(named | {"</s>": 2}, special=["<end>", "</s>"], eos="<end>")
+    assert read(target, both) == 2
+    other = Vocabulary(
+        {"</s>": 0, "a": 1, "<end>": 2}, special=["</s>", "<end>"], eos="</s>"
+    )
+    assert read(other, Vocabulary(named, special=["<end>"], eos="<end>")) is None
+    two = Vocabulary(
+        {"</s>": 0, "<s>": 1, "a": 2}, special=["</s>", "<s>"], eos="</s>", bos="<s>"
+    )
+    one = Vocabulary(named, special=["<end>"], eos="<end>", bos="<end>")
+    assert [read(two, one, i) for i in range(3)] == [1, None, 0]
 
 
 def test_too_few_are_refused_in_a_line() -> None:

@@ -14,11 +14,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import h11
 import httpx
 import pytest
+import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from specdec import ServerError, SpecDecoder
 from specdec.server import guard, running, web
@@ -159,6 +162,91 @@ def test_a_request_has_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
             return all(map(ended, late))
 
         until(closed)
+
+
+def test_each_state_of_a_connection_has_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A body that may last for ever, or one that pays for the silence before it.
+
+    A connection that is cut right after a long answer, or kept for a client that
+    never takes the last bytes.
+    """
+    clock, go, aborted = [0.0], asyncio.Event(), list[bool]()
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await go.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def connect() -> Any:
+        go.clear()
+        aborted.clear()
+        config = uvicorn.Config(app, http=guard.Connection, log_config=None)
+        config.load()
+        connection: Any = guard.Connection(config, ServerState(), {})
+        connection.connection_made(
+            SimpleNamespace(
+                get_extra_info=lambda name: None,
+                is_closing=lambda: False,
+                write=lambda data: None,
+                close=lambda: None,
+                abort=lambda: aborted.append(True),
+                pause_reading=lambda: None,
+                resume_reading=lambda: None,
+                set_protocol=lambda protocol: None,
+            )
+        )
+        return connection
+
+    def lasts(connection: Any, seconds: float) -> bool:
+        """Whether it is there after so many seconds."""
+        clock[0] += seconds
+        guard.close_late([connection])
+        return not aborted
+
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
+
+    async def check() -> None:
+        with_body = guard.BODY_SECONDS + guard._GRACE
+        late = await connect()
+        assert lasts(late, guard.HEAD_SECONDS - 1)
+        late.data_received(head)
+        assert lasts(late, with_body - 1)
+        assert not lasts(late, 2)
+        answered = await connect()
+        answered.data_received(head + b"{}")
+        assert lasts(answered, 1000)
+        go.set()
+        while answered.conn.our_state is not h11.IDLE:
+            await asyncio.sleep(0)
+        assert lasts(answered, guard.HEAD_SECONDS - 1)
+        assert not lasts(answered, 2)
+        unread = await connect()
+        unread.data_received(head + b"{}")
+        unread.transport.is_closing = lambda: True
+        assert lasts(unread, guard.BODY_SECONDS - 1)
+        assert not lasts(unread, 2)
+        go.set()
+        await asyncio.gather(*unread.tasks, *late.tasks)
+
+    asyncio.run(check())
+
+
+def test_a_kind_of_line_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that is silent for good about what goes on for days."""
+    clock = [0.0]
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    lines = guard._Lines()
+
+    def passes(text: str) -> bool:
+        return lines.filter(logging.makeLogRecord({"msg": text}))
+
+    assert [passes("one") for _ in range(9)] == [i < guard._LINES for i in range(9)]
+    assert passes("another")
+    clock[0] += guard._LINES_SECONDS + 1
+    assert passes("one")
 
 
 def test_what_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
