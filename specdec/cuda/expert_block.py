@@ -326,11 +326,21 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     return [partial(proven, form) for form in forms if form is not None]
 
 
-def _blocks(model: nn.Module) -> Iterator[Any]:
+def layers_within(model: nn.Module) -> list[Any]:
+    """The layers of experts in blocks that the kernels compute, or will if proven."""
+    return [
+        layer
+        for block in _blocks(model, also_taken=True)
+        if (form := form_of(block)) is not None and _proven.get(form, True)
+        for layer in block.switch_mlp.values()
+    ]
+
+
+def _blocks(model: nn.Module, *, also_taken: bool = False) -> Iterator[Any]:
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
         known = (type(module).__module__, type(module).__name__) in _BLOCKS
-        if known and not isinstance(module, _FewLaunches):
+        if known and (also_taken or not isinstance(module, _FewLaunches)):
             yield module
 
 

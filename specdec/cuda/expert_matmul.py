@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
-from . import packed_matmul
+from . import expert_block, packed_matmul
 from .modules import change_kinds, leaves_of
 
 #: The most pairs of a token and an expert in one product by MLX.
@@ -171,7 +171,10 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
 
 
 def _packed(model: nn.Module) -> Iterator[Any]:
-    """The model's layers of packed experts."""
+    """The model's layers of packed experts, without those that need no other kernel."""
+    others = set(map(id, expert_block.layers_within(model)))
     return (
-        layer for _, layer in leaves_of(model) if type(layer) is QuantizedSwitchLinear
+        layer
+        for _, layer in leaves_of(model)
+        if type(layer) is QuantizedSwitchLinear and id(layer) not in others
     )
