@@ -560,9 +560,7 @@ class SpecDecoder:
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:
         with wired_memory():
-            session = self.session()
-            session.warm_up()
-            yield session
+            yield self.session()
 
 
 def _name(what: str, name: object) -> str:

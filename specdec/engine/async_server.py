@@ -282,6 +282,7 @@ class _Worker(threading.Thread):
     def _serve(self) -> None:
         with self._open_session() as session:
             self.stats = session.stats
+            session.warm_up(lambda: not self._closing)
             self._work(session)
 
     def _work(self, session: Session) -> None:

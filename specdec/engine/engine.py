@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -266,28 +267,29 @@ class Engine:
         before, self._lapped = self._lapped, now
         return 0.0 if before is None else now - before
 
-    def warm_up(self) -> None:
+    def warm_up(self, needed: Callable[[], bool] = lambda: True) -> None:
         """Compile the kernels that requests will need, before the first one comes.
 
         Otherwise they are compiled when the first requests are admitted, for their
-        settings.
+        settings. It ends early once ``needed`` says no.
         """
         if self._rehearsal.due:
             drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
             begun = time.perf_counter()
             both = [SamplingParams(), drawn]
-            self._rehearse(self._scheduler.batch_size, both, shrinks=True)
+            rows = self._scheduler.batch_size
+            self._rehearse(rows, both, shrinks=True, needed=needed)
             self.stats.warmup_seconds += time.perf_counter() - begun
 
     def _rehearse(
-        self, num_rows: int, params: Sequence[SamplingParams], *, shrinks: bool = False
+        self, num_rows: int, params: Sequence[SamplingParams], **options: Any
     ) -> None:
         slots = self._backend.rows_to_keep(self._scheduler.batch_size, num_rows)
         row = Request(-1, "", (0,), SamplingParams())
         while slots > 1 and not self._scheduler.affords([row], slots):
             slots //= 2
         most = self._choice.most
-        self._rehearsal.run(*self._models, slots, most, params, shrinks=shrinks)
+        self._rehearsal.run(*self._models, slots, most, params, **options)
 
     def _leave(self) -> list[StepOutput]:
         """Remove requests that ended outside of a round, wherever they are."""

@@ -118,11 +118,6 @@ class LeadingSession(Session):
             self._send("cancel", index)
             return super().cancel(index)
 
-    def warm_up(self) -> None:
-        with self._leader.turn:
-            self._send("warm_up")
-            super().warm_up()
-
     def step(self) -> list[StreamEvent]:
         if self._broken:
             return super().step()
@@ -169,8 +164,6 @@ def follow(
                     _same(partial(sessions[number][0].add_encoded, prompt, params))
                 case ["cancel", number, index]:
                     _same(partial(sessions[number][0].cancel, index))
-                case ["warm_up", number]:
-                    sessions[number][0].warm_up()
                 case ["step", number]:
                     session, commits = sessions[number]
                     added = commits.of(session.step())

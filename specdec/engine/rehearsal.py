@@ -52,6 +52,7 @@ class Rehearsal:
         params: Sequence[SamplingParams],
         *,
         shrinks: bool = False,
+        needed: Callable[[], bool] = lambda: True,
     ) -> None:
         """Rehearse with batches of ``num_slots`` rows.
 
@@ -60,6 +61,7 @@ class Rehearsal:
             params: settings of the rows, one for each batch; the user's functions in
                 them are not called.
             shrinks: also rehearse the smaller batches that are left when rows end.
+            needed: it ends early once this says no.
         """
         self.due = False
         batches = [(num_slots, p) for p in params]
@@ -71,7 +73,7 @@ class Rehearsal:
             for n, p in batches
         ]
         try:
-            warm_up.run([step for show in shows for step in show.steps()])
+            warm_up.run([step for show in shows for step in show.steps()], needed)
         except Exception as error:
             log.debug("the rehearsal ended early", exc_info=error)
         mx.synchronize()

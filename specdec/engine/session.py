@@ -161,13 +161,13 @@ class Session:
         """Counts and times since the session began."""
         return self._engine.stats
 
-    def warm_up(self) -> None:
+    def warm_up(self, needed: Callable[[], bool] = lambda: True) -> None:
         """Compile the kernels that requests will need, on a GPU that compiles any.
 
-        Otherwise the first request waits for it.
+        Otherwise the first request waits for it. It ends early once ``needed`` says no.
         """
         with turns:
-            self._engine.warm_up()
+            self._engine.warm_up(needed)
 
     def add(
         self,

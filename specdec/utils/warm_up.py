@@ -26,12 +26,18 @@ class WarmUp:
         self.seconds = 0.0
         self._clock = clock
 
-    def run(self, steps: Sequence[Callable[[], object]]) -> None:
-        """Run steps, each of which compiles something."""
+    def run(
+        self,
+        steps: Sequence[Callable[[], object]],
+        needed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Run steps, each of which compiles something, while they are needed."""
         begun = self._clock()
         slow = False
         try:
             for i, step in enumerate(steps):
+                if not needed():
+                    break
                 slow = self._clock() - begun > PATIENCE
                 if slow:
                     log.info(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -184,6 +186,32 @@ def test_a_rehearsal_that_fails_is_no_loss(
 
     monkeypatch.setattr("specdec.engine.rehearsal._Show._round", fail)
     exact(target, None, PROMPTS, 5, batch_size=2, backend=COMPILES)
+
+
+def test_a_server_that_ends_rehearses_no_further(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM right after the start would wait until all kernels are compiled."""
+    begun, closed, steps = threading.Event(), threading.Event(), list[str]()
+
+    def step(*_: Any) -> None:
+        steps.append("")
+        begun.set()
+        assert closed.wait(60)
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            assert await asyncio.to_thread(begun.wait, 60)
+            closing = asyncio.create_task(server.aclose())
+            await asyncio.sleep(0)  # it has begun
+            closed.set()
+            await closing
+
+    monkeypatch.setattr("specdec.engine.rehearsal._Show._prompts", step)
+    monkeypatch.setattr(specdec.backend, "defaults", lambda: COMPILES)
+    decoder = SpecDecoder(token_level(target), config=EngineConfig(batch_size=3))
+    asyncio.run(serve())
+    assert len(steps) == 1
 
 
 def test_no_more_rows_are_rehearsed_than_memory_has(

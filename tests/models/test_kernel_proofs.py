@@ -136,9 +136,9 @@ def test_a_second_process_loads_a_model_without_a_trial(
     steps: list[int] = []
 
     class Noted(WarmUp):
-        def run(self, todo: Any) -> None:
+        def run(self, todo: Any, *needed: Any) -> None:
             steps.append(len(todo))
-            super().run(todo)
+            super().run(todo, *needed)
             assert tried in (["skinny", "attention"], [])
 
     monkeypatch.setattr(loading, "warm_up", Noted())

@@ -210,7 +210,6 @@ def compare(
     decoder = SpecDecoder(loaded(mine, arch, ranks), config=config, **made)
     if decoder.follow():
         return
-    decoder.session().warm_up()
     for again in (False, True)[: 1 + twice]:
         results = decoder.generate(PROMPTS, PARAMS)
         single = SpecDecoder(loaded(whole, arch), config=config, **made)
