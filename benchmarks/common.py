@@ -17,12 +17,11 @@ from specdec.errors import ConfigError, SpecdecError
 from specdec.model_names import short
 from specdec.tools.bench.machine import origin
 from specdec.tools.bench.raw import Start, write_line
+from specdec.tools.decoding import WARM_UP
 from specdec.utils.files import replace_file
 from specdec.utils.records import read_record
 
 MIB = 2**20
-# Runs that do not count, since MLX's graphs on CUDA take this many to settle.
-_WARM = 24
 
 
 class Script(click.Command):
@@ -76,6 +75,6 @@ def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
 
 def pipelined(run: Callable[[], Any], repeat: int) -> float:
     """Median seconds of a run, when each is built while the previous one runs."""
-    for _ in range(_WARM):
+    for _ in range(WARM_UP):
         mx.eval(run())
     return statistics.median(profiler.pipelined(run, repeat))

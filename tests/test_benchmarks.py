@@ -102,8 +102,8 @@ def test_ngram(tmp_path: Path) -> None:
 
 
 SHAPES = (
-    "shapes are 32b, 8b, 1b, 10m, tiny, qwen3-30b-a3b, qwen3.5-4b, qwen3.5-35b-a3b, "
-    "tiny-moe, tiny-hybrid, tiny-hybrid-moe"
+    "shapes are 70b, 32b, 8b, 1b, 10m, tiny, qwen3-30b-a3b, qwen3.5-4b, "
+    "qwen3.5-35b-a3b, tiny-moe, tiny-hybrid, tiny-hybrid-moe"
 )
 
 

@@ -16,8 +16,8 @@ from ..outputs import GenerationResult
 from ..prompts import EncodedPrompt, Prompt
 from ..sampling_params import SamplingParams
 
-#: Rounds that are not timed: they build graphs.
-WARM_UP = 4
+#: Runs that are not timed, since MLX's graphs on CUDA take this many to settle.
+WARM_UP = 24
 
 
 @dataclass(frozen=True)
