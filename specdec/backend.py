@@ -107,8 +107,8 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             compile_after=1,
             pad_single_token=True,
             unpacks=True,
-            # One H100: as fast or faster, in a fifth of the memory
-            # (benchmarks/results/prefill-h100.md).
+            # One H100: 0.6 to 1.4 times as long, in an eighth to a quarter of the
+            # memory (benchmarks/results/prefill-h100.md).
             prefills_by_layers=True,
             most_chunk_tokens=8192,
             kernels=True,
