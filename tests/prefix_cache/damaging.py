@@ -188,7 +188,7 @@ class Damage:
         text, body = split(self.data)
         header = json.loads(text)
         arrays = {k: v for k, v in header.items() if k != "__metadata__"}
-        how = draw.randrange(4)
+        how = draw.randrange(5)
         if how == 0:  # the last one in the file goes, bytes and all
             last = max(arrays, key=lambda name: arrays[name]["data_offsets"])
             body = body[: arrays[last]["data_offsets"][0]]
@@ -200,6 +200,11 @@ class Damage:
         elif how == 2:
             one, two = draw.sample(sorted(arrays), 2)
             header[one]["data_offsets"] = header[two]["data_offsets"]
+        elif how == 3:  # one takes a number of the next
+            order = sorted(arrays.values(), key=lambda a: a["data_offsets"])
+            at = draw.randrange(len(order) - 1)
+            order[at]["data_offsets"][1] += 4
+            order[at + 1]["data_offsets"][0] += 4
         else:
             body = draw.choice((b"", body[:-4], body + bytes(4)))
         self._write(joined(json.dumps(header).encode(), body), under_its_digest=True)
