@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
@@ -21,6 +23,7 @@ from specdec.spec_decode import DraftModel
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards
 from specdec.tools.advice import Division
 from specdec.tools.decoding import token_level
+from tests.models.folders import write_folder
 
 
 @pytest.fixture
@@ -107,6 +110,33 @@ def test_text(
     assert "specdec: timing forwards of 1, 0 of 1 batch size" in lines
     assert text.splitlines()[-1].startswith("verdict (unsure): ")
     assert "from 2 prompts: too few to say how sure that is: give 5" in text
+
+
+def test_the_device_is_empty_before_others_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that stays would leave the timed ones no room."""
+    write_folder(tmp_path / "model", hidden_size=128, intermediate_size=1024)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\nabd\n")
+    held: list[int] = []
+
+    def seconds_of_rounds(loading: Any, batches: Any, devices: int) -> list[float]:
+        held.append(mx.get_active_memory())
+        return [0.01 / devices] * len(batches)
+
+    monkeypatch.setattr("specdec.cli.timing.seconds_of_rounds", seconds_of_rounds)
+    command = [
+        "advise", "--target", str(tmp_path / "model"), "--draft", "ngram", "--prompts",
+        str(prompts), "--tensor-parallel", "2", "--max-tokens", "4", "--batch", "1",
+        "--ignore-chat-template",
+    ]  # fmt: skip
+    gc.collect()
+    before = mx.get_active_memory()
+    result = CliRunner().invoke(main, command)
+    assert re.search(r"batch 1, k = \d +10\.0 +5\.0 +2\.00\n", result.stdout)
+    assert held[0] - before < 100_000
+    assert len(held) == 2
 
 
 def test_when_to_divide_a_target() -> None:
