@@ -142,11 +142,11 @@ class BatchCache(CacheCore):
         self._options["max_length"] = self.max_length
 
         def index(array: mx.array) -> mx.array:
-            def made() -> mx.array:
+            def places() -> mx.array:
                 alone = len(rows) == 1
                 return mx.array(list(rows)) if alone else rows_at(rows, array)
 
-            return self._memo.get(("places", array.shape[1:]), (), tuple(rows), made)
+            return self._memo.get(("places", array.shape[1:]), (), tuple(rows), places)
 
         if not other.empty():
             if self.empty():
@@ -241,15 +241,15 @@ class BatchCache(CacheCore):
         Raises:
             CacheError: bits or group size are not supported, or do not fit.
         """
-        made = self._like(self.batch_size, bits=bits, group_size=group_size)
+        packed = self._like(self.batch_size, bits=bits, group_size=group_size)
         codec, arrays = self._storage.codec, self._storage.arrays
         if arrays is not None:
-            made._storage.arrays = made._storage.codec.encode(*codec.dense(arrays))
-        made.offset = self.offset
-        made._longest, made._uniform = self._longest, self._uniform
-        made._lengths, made._right_padding = self._lengths, self._right_padding
-        made.ring = copy.copy(self.ring)
-        return made
+            packed._storage.arrays = packed._storage.codec.encode(*codec.dense(arrays))
+        packed.offset = self.offset
+        packed._longest, packed._uniform = self._longest, self._uniform
+        packed._lengths, packed._right_padding = self._lengths, self._right_padding
+        packed.ring = copy.copy(self.ring)
+        return packed
 
     def _join(self: C, parts: Sequence[C]) -> None:
         """Become the rows of ``parts``, in order; ``self`` may be one of them."""
@@ -328,9 +328,9 @@ class BatchCache(CacheCore):
             if row is not None and row[2]:
                 part._fill_row(*row)
             parts.append(part)
-        made = self._like(0)
-        made._join(parts)
-        return made
+        cache = self._like(0)
+        cache._join(parts)
+        return cache
 
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
         """Such a cache of ``length`` tokens; ``arrays`` holds its positions."""
@@ -339,8 +339,8 @@ class BatchCache(CacheCore):
     def _like(self: C, batch_size: int, **others: int | None) -> C:
         """An empty cache with the same settings, except for ``others``."""
         make: Any = type(self)
-        made: C = make(batch_size, memo=self._memo, **{**self._options, **others})
-        return made
+        cache: C = make(batch_size, memo=self._memo, **{**self._options, **others})
+        return cache
 
     def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
         """Become one row of ``length`` tokens holding ``positions``, ascending."""
@@ -431,6 +431,6 @@ class BatchCache(CacheCore):
     def from_state(cls: type[C], state: tuple[Any, ...]) -> C:
         """A cache with the given ``state``."""
         make: Any = cls
-        made: C = make(0, **state[3][0])
-        made.state = state
-        return made
+        cache: C = make(0, **state[3][0])
+        cache.state = state
+        return cache

@@ -42,24 +42,24 @@ class BatchKVCache(BatchCache):
         return mlx_lm_cache.QuantizedKVCache if self.packing else mlx_lm_cache.KVCache
 
     @classmethod
-    def _from_single(cls, cache: Any) -> Self:
-        if isinstance(cache, mlx_lm_cache.QuantizedKVCache):
-            made = cls(1, bits=cache.bits, group_size=cache.group_size)
-        elif isinstance(cache, mlx_lm_cache.KVCache):
-            made = cls(1)
+    def _from_single(cls, single: Any) -> Self:
+        if isinstance(single, mlx_lm_cache.QuantizedKVCache):
+            row = cls(1, bits=single.bits, group_size=single.group_size)
+        elif isinstance(single, mlx_lm_cache.KVCache):
+            row = cls(1)
         else:
-            return super()._from_single(cache)
-        if cache.offset:
-            arrays = made._storage.codec.collect(*cache.keys_and_values())
-            made._fill_row(arrays, range(cache.offset), cache.offset)
-        return made
+            return super()._from_single(single)
+        if single.offset:
+            arrays = row._storage.codec.collect(*single.keys_and_values())
+            row._fill_row(arrays, range(single.offset), single.offset)
+        return row
 
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
-        made = self.single(**self.packing)
+        single = self.single(**self.packing)
         if arrays is not None:
             packing = self.packing and (self.group_size, self.packing["bits"])
-            made.state = (*self._storage.codec.present(arrays), length, *packing)
-        return made
+            single.state = (*self._storage.codec.present(arrays), length, *packing)
+        return single
 
 
 class BatchRotatingKVCache(BatchCache):
@@ -98,13 +98,13 @@ class BatchRotatingKVCache(BatchCache):
         return None if self.packing else mlx_lm_cache.RotatingKVCache
 
     @classmethod
-    def _from_single(cls, cache: Any) -> Self:
-        if not isinstance(cache, mlx_lm_cache.RotatingKVCache):
-            return super()._from_single(cache)
-        made = cls(1, max_size=cache.max_size, keep=cache.keep)
-        if cache.empty() or not cache.offset:
-            return made
-        keys, values, length, keep, _, newest = cache.state
+    def _from_single(cls, single: Any) -> Self:
+        if not isinstance(single, mlx_lm_cache.RotatingKVCache):
+            return super()._from_single(single)
+        row = cls(1, max_size=single.max_size, keep=single.keep)
+        if single.empty() or not single.offset:
+            return row
+        keys, values, length, keep, _, newest = single.state
         # Slots from the oldest position to the newest, sinks first.
         order = list(range(keys.shape[2]))
         if newest < min(len(order), length):  # rotated
@@ -118,16 +118,16 @@ class BatchRotatingKVCache(BatchCache):
             else list(range(length))
         )
         slots = mx.array(order)
-        made._fill_row((keys[:, :, slots], values[:, :, slots]), positions, length)
-        return made
+        row._fill_row((keys[:, :, slots], values[:, :, slots]), positions, length)
+        return row
 
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
         max_size, keep = self._options["max_size"], self._options["keep"]
-        made = self.single(max_size, keep=keep)
+        single = self.single(max_size, keep=keep)
         if arrays is not None:
             held = arrays[0].shape[2]
-            made.state = (*arrays, length, keep, max_size, held)
-        return made
+            single.state = (*arrays, length, keep, max_size, held)
+        return single
 
 
 class BatchChunkedKVCache(BatchCache):
@@ -173,18 +173,18 @@ class BatchChunkedKVCache(BatchCache):
         return None if self.packing else mlx_lm_cache.ChunkedKVCache
 
     @classmethod
-    def _from_single(cls, cache: Any) -> Self:
-        if not isinstance(cache, mlx_lm_cache.ChunkedKVCache):
-            return super()._from_single(cache)
-        made = cls(1, chunk_size=cache.chunk_size)
-        if cache.offset:
-            held = range(cache.start_position, cache.offset)
-            made._fill_row(cache.keys_and_values(), held, cache.offset)
-        return made
+    def _from_single(cls, single: Any) -> Self:
+        if not isinstance(single, mlx_lm_cache.ChunkedKVCache):
+            return super()._from_single(single)
+        row = cls(1, chunk_size=single.chunk_size)
+        if single.offset:
+            held = range(single.start_position, single.offset)
+            row._fill_row(single.keys_and_values(), held, single.offset)
+        return row
 
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
-        made = self.single(self._options["chunk_size"])
+        single = self.single(self._options["chunk_size"])
         if arrays is not None:
             held = arrays[0].shape[2]
-            made.state = (*arrays, length, self._options["chunk_size"], length - held)
-        return made
+            single.state = (*arrays, length, self._options["chunk_size"], length - held)
+        return single

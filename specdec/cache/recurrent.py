@@ -492,11 +492,11 @@ class BatchRecurrentCache(BatchCache):
         if not 0 <= whole("a row", idx) < self.batch_size:
             raise CacheError(f"extract got row {idx}: the batch has {self.batch_size}")
         self._settle()
-        made: Any = mlx_lm_cache.ArraysCache(self.num_states)
+        single: Any = mlx_lm_cache.ArraysCache(self.num_states)
         lengths: list[int] = self.offset.tolist()  # type: ignore[assignment]
         if not self.empty() and lengths[idx]:
-            made.cache = list(self.states_of(idx))
-        return made
+            single.cache = list(self.states_of(idx))
+        return single
 
     def states_of(self, row: int) -> Arrays:
         """A copy of the states of a row, shape (1, ...) each."""
@@ -522,14 +522,14 @@ class BatchRecurrentCache(BatchCache):
         self._longest, self._uniform = length, True
 
     @classmethod
-    def _from_single(cls, cache: Any) -> Self:
-        if not isinstance(cache, mlx_lm_cache.ArraysCache):
-            return super()._from_single(cache)
-        made = cls(1, size=len(cache.cache))
-        if not cache.empty():
+    def _from_single(cls, single: Any) -> Self:
+        if not isinstance(single, mlx_lm_cache.ArraysCache):
+            return super()._from_single(single)
+        row = cls(1, size=len(single.cache))
+        if not single.empty():
             # mlx-lm's class does not know how many tokens are in it: one or more.
-            made._fill_row(tuple(cache.cache), (), 1)  # type: ignore[arg-type]
-        return made
+            row._fill_row(tuple(single.cache), (), 1)  # type: ignore[arg-type]
+        return row
 
     @property
     def is_dense(self) -> bool:
