@@ -169,7 +169,7 @@ class DecodeBatch(Rounds):
         running = [s is not None and s.finish_reason is None for s in self.slots]
         first = self.dispatch(Plan(0, tuple([r - 1 for r in running]), first=True))
         self._in_flight.append(first)
-        self._observe(first.decision.chosen, [1] * len(self.slots))
+        self._observe(first.decision.chosen, [1] * len(self.slots), last=True)
         if self._draft is not None:
             if self.alone:
                 yield
@@ -194,14 +194,21 @@ class DecodeBatch(Rounds):
             tokens.append([*after[:n], *[0] * (width - n)])
         return mx.array(tokens, mx.int32)
 
-    def _observe(self, following: mx.array, lengths: Sequence[int]) -> None:
-        """Show the drafter the hidden states that it asked for."""
+    def _observe(
+        self, following: mx.array, lengths: Sequence[int], *, last: bool = False
+    ) -> None:
+        """Show the drafter the hidden states that it asked for, of rows that it serves.
+
+        Args:
+            last: it is the prompts' last token.
+        """
         if self._target.hidden is not None and self._draft is not None:
             drafted = [
                 n if s and self._is_drafted(s) else 0
                 for s, n in zip(self.slots, lengths, strict=True)
             ]
-            self._draft.observe(self._target.hidden, following, drafted)
+            if any(drafted) or last:  # the last one makes caches that can be joined
+                self._draft.observe(self._target.hidden, following, drafted)
 
     # -- rows --------------------------------------------------------------
 
@@ -224,6 +231,8 @@ class DecodeBatch(Rounds):
         """Update the fields that depend on the rows."""
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
+        # Whether a row is drafted for: else the drafter need not follow them.
+        self._serves = any(s is not None and s.drafts for s in self.slots)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
         self._spoiled.mark(self.slots)
 
@@ -269,6 +278,8 @@ class DecodeBatch(Rounds):
             s = self.slots[slot]
             if s is None or s.finish_reason == "error":
                 continue
+            if self._target.beside is not None and not s.drafts:
+                continue  # the drafter has not followed it
             rounds = [f.plan.num_draft_tokens for f in self._in_flight if s in f.rows]
             last, begin = s.prompt_tokens[-1], len(s.prompt_tokens) - 1
             shown = [last, *s.tokens, *([] if s.stop_token is None else [s.stop_token])]

@@ -336,7 +336,11 @@ def draft_length(
     if ranks is not None:
         clock = partial(ranks.decide, "clock", clock)
     return AutoLength(
-        *store.load(key, new_shape=defaults.new_shape_seconds),
+        *store.load(
+            key,
+            new_shape=defaults.new_shape_seconds,
+            join_rounds=defaults.join_rounds,
+        ),
         ladder=defaults.draft_lengths or LADDER,
         max_draft_tokens=k,
         forwards=partial(

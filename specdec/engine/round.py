@@ -266,6 +266,7 @@ class Rounds:
     _draft: DraftRows | None
     _rules: Verifier
     _active: mx.array
+    _serves: bool
     _committed: Committed
 
     def __init__(
@@ -434,7 +435,7 @@ class Rounds:
         # In a plain round of rows that all run, each keeps its token.
         if checks or -1 in plan.limits or decision.errors:
             self._target.trim_per_sequence(decision.rejected, k + 1)
-        if draft is not None and not plan.first:
+        if draft is not None and self._serves and not plan.first:
             draft.commit(round_, decision)
         self._committed = committed = decision.committed
 

@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import exp, log, log2, sqrt
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,34 +46,35 @@ __all__ = [
 
 #: Few values of k, since each is a shape; 3, 5, 6 and 7 would bring little more.
 LADDER = (0, 1, 2, 4, 8)
-# The share of the time that tries may lose; in plain rounds, what they may save up, and
-# what one may cost while something is saved up. MOST_SAVED pays for any try: what is
-# never tried can never be corrected.
-EXPLORE, MOST_SAVED, MOST_PRICE = 0.01, 8.0, 4.0
+# The share of the time that tries may lose, and how many plain rounds they may save up,
+# which pays for any try: what is never tried can never be corrected.
+EXPLORE, MOST_SAVED = 0.01, 8.0
 # A k that was chosen stays until TIMED of its rounds were timed, for LONGEST rounds at
 # most: with one round in flight, only the second of two alike is timed.
-TIMED, LONGEST = 2, 6
+TIMED = 2
+LONGEST = 3 * TIMED
 # The k changes if another is better by this factor; less is noise.
 SWITCH = 1.01
 # A k is tried that would be better, were acceptance and costs so many standard
 # deviations better than known.
 DOUBT = 1.5
-# A longer k than acceptance was measured for is chosen from too, if its rounds cost at
-# most this many times as much: a block drafts few tokens in the time of many.
-HARDLY_MORE = 1.15
 # An observed acceptance weighs 1/e after this many rounds: some 100 tokens of a text.
 MEMORY = 48.0
 # The chance of a draft token before any is seen, and how many observations that is
-# worth; three more, and a position counts as measured.
+# worth. Those that another process has saved are worth as much as five rows' rounds.
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0
+STORED_WEIGHT = 5.5 * PRIOR_WEIGHT
 # Standard deviations of logarithms: of a round's time; of the machine's pace, from one
 # round to the next; of a cost that no round has confirmed.
 NOISE, PACE, UNSURE = 0.08, 0.06, 0.2
-# A logarithm of times: a larger error is no noise. Rounds that are faster by it than
-# their forwards say that those were measured on a busy machine.
+# A logarithm of times: a larger error is no noise. Forwards that were timed on a busy
+# machine may be as wrong.
 GROSS = 0.3
-# How much rows differ (the variance of their factors) before it is known.
-SPREAD = 1 / 8
+# The accepted tokens that "this row is like the others" is worth.
+ALIKE = 8.0
+# While requests wait, rows that accept different numbers of tokens end apart, and more
+# prefills run for a row or two: so many for each round that drafts.
+APART = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class _Position:
             self.weight *= 1 - 1 / MEMORY
             self.new_weight *= 1 - 6 / MEMORY
         else:  # it grows doubtful while nothing is drafted
-            self.weight /= 1 + self.weight / (2 * MEMORY)
+            self.weight /= 1 + self.weight / (8 * MEMORY)
             self.new_weight = 0.0
 
     def add(self, trials: int, right: int) -> None:
@@ -174,11 +176,9 @@ class Acceptance:
     """
 
     def __init__(self, chances: Iterable[float] = ()) -> None:
-        self._positions = [_Position(chance, 3 * PRIOR_WEIGHT) for chance in chances]
-        # By row: tokens accepted, and how many were expected of all rows.
+        self._positions = [_Position(chance, STORED_WEIGHT) for chance in chances]
+        # By row: tokens accepted, and how many were expected of any row.
         self._rows: dict[int, tuple[float, float]] = {}
-        # The expected tokens that "this row is like the others" is worth.
-        self._alike = 1 / SPREAD
 
     @property
     def chances(self) -> list[float]:
@@ -189,7 +189,13 @@ class Acceptance:
         """Learn from a round, or from its peeks if it drafted nothing."""
         counts = [list(pair) for pair in timing.shadow]
         if timing.num_draft_tokens:
-            self._compare_rows(timing)
+            survival = self.survival(timing.num_draft_tokens)
+            for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):
+                # Those that decode now are the last; the others fall out in time.
+                seen, expected = self._rows.pop(row, (ALIKE, ALIKE))
+                self._rows[row] = seen + n, expected + sum(survival[:limit])
+            for row in list(self._rows)[: -1024 - len(timing.rows)]:
+                del self._rows[row]
             reached = [min(limit, n + 1) for limit, n in timing.accepted]
             counts = [[0, 0] for _ in range(max(reached, default=0))]
             for (_, accepted), most in zip(timing.accepted, reached, strict=True):
@@ -235,33 +241,14 @@ class Acceptance:
             survival.append(reached)
         return survival
 
-    def _compare_rows(self, timing: RoundTiming) -> None:
-        survival = self.survival(timing.num_draft_tokens)
-        fade = 1 - 1 / MEMORY
-        # Those that decode now are the last; the others fall out when there are many.
-        for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):
-            seen, expected = self._rows.pop(row, (0.0, 0.0))
-            self._rows[row] = (
-                seen * fade + n,
-                expected * fade + sum(survival[:limit]),
-            )
-        while len(self._rows) > 1024 + len(timing.rows):
-            del self._rows[next(iter(self._rows))]
-        # Rows differ as much as their counts vary more than Poisson counts would.
-        weight, variance = 144.0, 144.0 * SPREAD
-        for seen, expected in map(self._rows.__getitem__, timing.rows):
-            weight += expected**2
-            variance += (seen - expected) ** 2 - expected
-        self._alike = 1 / min(1.0, max(SPREAD / 4, variance / weight))
-
     def of_row(self, row: int) -> float:
         """How many tokens the row accepts, relative to all rows.
 
         Accepted tokens are modelled as Poisson counts whose means differ by gamma
         factors. So the factor stays near 1 while little is known of the row.
         """
-        seen, expected = self._rows.get(row, (0.0, 0.0))
-        return (seen + self._alike) / (expected + self._alike)
+        seen, expected = self._rows.get(row, (ALIKE, ALIKE))
+        return seen / expected
 
 
 def tokens_per_round(survival: Iterable[float]) -> list[float]:
@@ -428,6 +415,8 @@ class RoundCosts:
         forwards: measured forwards, to begin with.
         excess: by (rows, k), what rounds of another process took beyond them.
         new_shape: extra seconds of the first round of a (rows, k).
+        join_rounds: plain rounds that a prefill takes, whatever the number of rows; 0
+            if that depends on its tokens.
     """
 
     def __init__(
@@ -436,8 +425,10 @@ class RoundCosts:
         excess: Mapping[tuple[int, int], float] | None = None,
         *,
         new_shape: float = 0.0,
+        join_rounds: int = 0,
     ):
         self.forwards, self.new_shape = forwards, new_shape
+        self.join_rounds = join_rounds
         self.timed = {key: _Timed(value) for key, value in (excess or {}).items()}
         self.rounds = 0
         # Batch sizes whose forwards this process has measured.
@@ -495,6 +486,13 @@ class RoundCosts:
 
         return _Timed(self.timed[min(alike, key=distance)].excess, seen=self.rounds)
 
+    def _doubt(self, known: _Timed) -> float:
+        """The variance of a cost's logarithm."""
+        variance = known.variance(self.rounds)
+        if not known.confirmed and any(f.busy for f in self.forwards.measured):
+            variance += GROSS**2
+        return variance
+
     def relative(self, num_rows: int, k: int, *, doubt: float = 0.0) -> float:
         """The cost of a round, in plain rounds of as many rows.
 
@@ -502,7 +500,7 @@ class RoundCosts:
             doubt: assume it to be cheaper by this many standard deviations.
         """
         known = self._at(num_rows, k)
-        variance = known.variance(self.rounds)
+        variance = self._doubt(known)
         if not k:
             # Compared with rounds that draft, it may be cheaper.
             variance += (self._of_drafts * self._moved) ** 2
@@ -723,22 +721,14 @@ class AutoLength:
             return self._try_of(state, rates) if k == best else best
 
     def _ks(self, state: BatchState) -> list[int]:
-        """The values of k to choose from: a few positions beyond those tried.
+        """The values of k to choose from; of a block, that is drafted at once, all.
 
-        Longer ones are in reach where a block is drafted at once and they cost hardly
-        more.
+        Else they reach a few positions beyond those tried.
         """
-        room = min(self.max_draft_tokens, max(state.room, default=0))
-        top = min(room, 2 * self.acceptance.measured + 1)
-        most = 0.0
-        if self.costs.forwards.at_once(state.num_rows):
-            most = HARDLY_MORE * self.costs.relative(state.num_rows, top)
-        return [
-            k
-            for k in sorted({*self._ladder, room})
-            if k <= top
-            or (k <= room and self.costs.relative(state.num_rows, k) <= most)
-        ]
+        top = room = min(self.max_draft_tokens, max(state.room, default=0))
+        if not self.costs.forwards.at_once(state.num_rows):
+            top = min(room, 2 * self.acceptance.measured + 1)
+        return [k for k in sorted({*self._ladder, room}) if k <= top]
 
     def _rates(
         self, state: BatchState, ks: Sequence[int], *, doubt: float = 0.0
@@ -747,6 +737,8 @@ class AutoLength:
         tokens = tokens_per_round(self.acceptance.survival(ks[-1], doubt=doubt))
         of_rows = self._of_last_row if len(state.left) > 1 else self._of_mean_row
         beside = self.costs.beside_prompts() if state.joining else 0.0
+        if not state.left and len(state.room) > 1:
+            beside += APART * self.costs.join_rounds
         return {
             k: of_rows(state, k, tokens)
             / (self.costs.relative(state.num_rows, k, doubt=doubt) + (k > 0) * beside)
@@ -798,7 +790,7 @@ class AutoLength:
         """
         best, full = self._best, self._budget >= MOST_SAVED
         full &= self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
-        reach = max(self._budget, MOST_PRICE) if self._budget > 0 else 0.0
+        reach = max(self._budget, MOST_SAVED / 2) if self._budget > 0 else 0.0
         rounds = min(LONGEST, TIMED + len(state.in_flight))
         hopes = self._rates(state, list(rates), doubt=DOUBT)
         tried, longest = best, 0.0
@@ -814,6 +806,10 @@ class AutoLength:
                 if overdue > longest:
                     tried, longest = k, overdue
             elif hope > rates[best] * SWITCH**2 and price < reach:
+                # If the hope is right, what rows may still emit must repay it.
+                gain = state.remaining * (1 / rates[best] - 1 / hope)
+                if k and gain < price:
+                    continue
                 tried, reach = k, price
                 if not k:  # comes first: all costs are relative to it
                     break
@@ -902,9 +898,14 @@ class CostStore:
         self._entries = KeptEntries(self.path, "costs", version=8, most=64)
 
     def load(
-        self, key: str, *, new_shape: float = 0.0
+        self, key: str, *, new_shape: float = 0.0, join_rounds: int = 0
     ) -> tuple[RoundCosts, Acceptance]:
-        """What was saved for ``key``; nothing known if there is none."""
+        """What was saved for ``key``; nothing known if there is none.
+
+        Args:
+            new_shape, join_rounds: see :class:`RoundCosts`.
+        """
+        costs = partial(RoundCosts, new_shape=new_shape, join_rounds=join_rounds)
         try:
             entry = self._entries.load()[key]
             forwards = [
@@ -918,16 +919,15 @@ class CostStore:
                 for f in entry["forwards"]
             ]
             if not all(1 in f.verify for f in forwards):
-                return RoundCosts(ForwardCosts(), new_shape=new_shape), Acceptance()
+                raise ValueError("a plain step is missing")
             excess = {
                 (_number(b, 1, 1e6, int), _number(k, 0, 1e6, int)): _number(x, -50, 50)
                 for b, k, x in entry["excess"]
             }
             chances = [_number(chance, 0, 1) for chance in entry["acceptance"]]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            return RoundCosts(ForwardCosts(), new_shape=new_shape), Acceptance()
-        costs = RoundCosts(ForwardCosts(forwards), excess, new_shape=new_shape)
-        return costs, Acceptance(chances)
+            return costs(ForwardCosts()), Acceptance()
+        return costs(ForwardCosts(forwards), excess), Acceptance(chances)
 
     def save(self, key: str, costs: RoundCosts, acceptance: Acceptance) -> None:
         """Add what is known to the file, atomically."""

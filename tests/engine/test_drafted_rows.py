@@ -16,7 +16,15 @@ from specdec.engine.round import IDLE
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import ChainDrafter, Drafter, DraftModel, NgramDrafter
+from specdec.spec_decode import (
+    ChainDrafter,
+    Drafter,
+    DraftModel,
+    DraftRows,
+    NgramDrafter,
+    Proposals,
+    Round,
+)
 from specdec.spec_decode.draft_length import BatchState
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, drafts_of, engine_of, exact, run_rows
 from tests.scripted import Script
@@ -220,3 +228,47 @@ def test_a_draft_is_dropped_with_the_last_row_that_has_one(
     assert [r.drafted > 0 for r in rows] == [False, False, True]
     assert ended.count(True) == 1
     assert length.outcomes[-1].forced
+
+
+class Reading(Drafter):
+    """Reads hidden states, and counts the calls that bring some."""
+
+    hidden_layers = (-1,)
+
+    def __init__(self) -> None:
+        self.observed, self.committed = list[int](), 0
+
+    def rows(self, prompts: Any, *, max_length: int) -> DraftRows:
+        return ReadingRows(self)
+
+
+class ReadingRows(DraftRows):
+    def __init__(self, drafter: Reading):
+        self._drafter = drafter
+
+    def observe(self, hidden: Any, following: Any, lengths: Sequence[int]) -> None:
+        self._drafter.observed.append(max(lengths))
+
+    def propose(self, round_: Round) -> Proposals:
+        return Proposals(mx.repeat(round_.recent[:, -1:], round_.num_draft_tokens, 1))
+
+    def commit(self, round_: Round, accepted: Any) -> None:
+        self._drafter.committed += 1
+
+    def filter(self, rows: Sequence[int]) -> None: ...
+
+    def extend(self, other: ReadingRows) -> None: ...
+
+
+def test_a_head_reads_nothing_of_rows_that_it_is_not_asked_for(target: Any) -> None:
+    """Catches prompts and plain rounds that are charged for a draft of no use."""
+    for drafts in (True, False):
+        head, length = Reading(), Deciding(lambda number: 2 * (number > 4), [drafts])
+        exact(
+            target, None, make_prompts(40, 20), 30,
+            drafter=head, num_draft_tokens=2, length=length, prefill_step_size=16,
+        )  # fmt: skip
+        assert (head.committed > 4) is drafts
+        # The last token makes caches that others can be joined to.
+        assert (len(head.observed) > 2) is drafts
+        assert (max(head.observed) > 0) is drafts

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.round import IDLE
 from specdec.spec_decode.draft_length import (
     BatchState,
     DraftLength,
@@ -49,6 +50,9 @@ class Job:
         join: milliseconds of a chunk that prefills joining rows.
         near: milliseconds more of a round near a join, if it drafts.
         keep: all slots are computed to the end.
+        absorb: milliseconds more of a prefill whose rows are drafted for.
+        join_rounds: free rows wait for each other, as :class:`Scheduler` has them wait.
+        alike: all requests have as many tokens.
     """
 
     name: str
@@ -62,6 +66,9 @@ class Job:
     join: float = 0.0
     near: float = 0.0
     keep: bool = False
+    absorb: float = 0.0
+    join_rounds: int = 0
+    alike: bool = False
 
     @cached_property
     def most(self) -> int:
@@ -104,22 +111,28 @@ class Job:
         room: dict[int, int] = {}
         backlog, joined = 0, False
         pending: list[RoundTiming] = []
-        slots, pace = self.rows, rng.randrange(11)
+        slots, pace, idle, plain = self.rows, rng.randrange(11), 0, 0
         while queue or left:
             free = min(self.rows - len(left), len(queue))
+            if left and 2 * free < self.rows and len(queue) > free:
+                idle += max(free, self.rows // 16)
+                free *= idle >= self.join_rounds * self.rows
             if free:
+                idle = 0
                 state = BatchState(
                     max(1, len(left) + free),
                     [*room.values(), *[self.most] * free],
                     (sum(left.values()) + free * self.tokens) / (len(left) + free),
                     60,
                 )
-                drafts = any(room.values()) or length.may_pay(state)
+                drafts = (plain < IDLE and any(room.values())) or length.may_pay(state)
                 for _ in range(free):
                     row = queue.pop(0)
                     left[row] = self.tokens * (4 + 7 * row % 5) // 8 - 1
+                    if self.alike:
+                        left[row] = self.tokens - 1
                     room[row] = self.most if drafts else 0
-                clock += self.join / 1e3
+                clock += (self.join + drafts * self.absorb) / 1e3
                 joined = True
             waiting = bool(queue)
             while slots // 2 >= len(left) and not (waiting or self.keep):
@@ -140,6 +153,7 @@ class Job:
             if joined and k:
                 took += self.near / 1e3
             clock += took
+            plain = 0 if k else plain + 1
             rows, accepted = list(left), []
             for row in rows:
                 kept = 0

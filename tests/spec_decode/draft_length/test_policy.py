@@ -127,7 +127,7 @@ def test_why_it_chose_what_it_chose() -> None:
     [
         (0.01, 0.4, 0.01, 6),  # a block head on a GPU
         (0.2, 0.0, 0.01, 1),  # a draft of layers on a GPU
-        (0.01, 0.4, 0.3, 1),  # a block head on a CPU, if it pays at all
+        (0.01, 0.4, 0.3, 2),  # a block head on a CPU, if it pays at all
     ],
 )
 def test_a_block_is_drafted_whole_from_the_beginning(
@@ -541,6 +541,19 @@ def test_forwards_measured_on_a_busy_machine_are_measured_again(
                 observe(length, gpu(0.2), 0, 0, 8)
             store.save("pair", costs, acceptance)
             assert len(measured) == expected
+
+
+def test_a_draft_is_tried_where_a_busy_machine_made_it_look_dear() -> None:
+    """Catches costs timed on a busy machine that forbid a draft to short jobs."""
+    simulation = Simulation(Costs(1.0, 0.1, 0.12), _always(0.9), num_rows=4, rounds=200)
+    measured = simulation.cost.measured(4, draft=4.0, verify=4.0)
+    rates = {}
+    for busy in (False, True):
+        forwards = ForwardCosts([replace(measured, busy=busy)])
+        result = simulation.run(AutoLength(RoundCosts(forwards)))
+        rates[busy] = result.rate / simulation.fixed(0)
+    assert rates[False] == pytest.approx(1.0, abs=0.01)
+    assert rates[True] > 1.25
 
 
 def test_the_reason_says_whose_costs_it_goes_by() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,17 +27,22 @@ from specdec.spec_decode.draft_length import (
     RoundCosts,
     RoundTiming,
 )
+from tests.scripted import Script
 
 from .replay import Job, recorded
 
 JOBS = recorded()
-SEEDS = range(4)
+SEEDS = range(8)
 
 
-def auto(job: Job, *, wrong: float = 1.0) -> AutoLength:
-    shape = 0.0 if "cpu" in job.name else 0.01
-    costs = RoundCosts(ForwardCosts([job.sweep(wrong)]), new_shape=shape)
+def auto(job: Job) -> AutoLength:
+    costs = RoundCosts(ForwardCosts([job.sweep()]), **device(job))
     return AutoLength(costs, max_draft_tokens=job.most)
+
+
+def device(job: Job) -> dict[str, Any]:
+    """What is known of the device without measuring."""
+    return {} if "cpu" in job.name else {"new_shape": 0.01, "join_rounds": 4}
 
 
 @cache
@@ -57,7 +63,8 @@ def rates(name: str, folder: Path) -> dict[str, float]:
         store = CostStore(folder / f"{seed}.json")
         store.save("pair", length.costs, length.acceptance)
         seconds["fourth"] += job.seconds(length, seed)
-        later = AutoLength(*store.load("pair"), max_draft_tokens=job.most)
+        stored = store.load("pair", **device(job))
+        later = AutoLength(*stored, max_draft_tokens=job.most)
         seconds["stored"] += job.seconds(later, seed)
     best = min(fixed(name).values())
     return {stage: best / each for stage, each in seconds.items()}
@@ -73,13 +80,65 @@ def test_recorded_jobs(tmp_path: Path) -> None:
         stage: sum(each[stage] for each in measured.values()) / len(measured)
         for stage in ("first", "fourth", "stored")
     }
-    assert means["first"] > 0.955, means
-    assert means["fourth"] > 0.98, means
-    assert means["stored"] > 0.97, means
+    assert means["first"] > 0.96, means
+    assert means["fourth"] > 0.985, means
+    assert means["stored"] > 0.98, means
     for name, stages in measured.items():
         plain = fixed(name)[0] / min(fixed(name).values())
         assert plain * stages["fourth"] > 0.96, name
         assert plain * stages["stored"] > 0.95, name
+
+
+# -- short jobs ------------------------------------------------------------
+
+# Milliseconds of a plain round and of a head's, published for SmolLM2-135M on an H100.
+ROUNDS = {8: (3.5, 5.7), 32: (4.3, 7.4), 64: (5.6, 10.2)}
+# For each kind of draft: a round by k, in plain ones; the chances of its tokens; and
+# the least rate, relative to plain decoding.
+LOOKUP = {1: 1.05, 2: 1.1, 4: 1.15, 8: 1.3}
+MODEL = {1: 1.6, 2: 2.2, 4: 3.4, 8: 5.5}
+SHORT: dict[str, tuple[Mapping[int, float] | None, tuple[float, ...], float]] = {
+    "head": (None, (0.6, 0.7, 0.55, 0.65), 1.02),
+    "poor head": (None, (0.35, 0.4, 0.3, 0.4), 0.92),
+    "lookup": (LOOKUP, (0.02, 0.1, 0.25, 0.5), 0.94),
+    "always wrong": (MODEL, (0.0,), 0.97),
+}
+
+
+def short(draft: str, rows: int) -> Job:
+    """Two waves of requests of 128 tokens, whose prefills take several rounds each.
+
+    Without a draft all rows end at once, and join at once. With one they end apart.
+    """
+    (plain, head), (costs, chances, _) = ROUNDS[rows], SHORT[draft]
+    medians = {6: head} if costs is None else {k: plain * c for k, c in costs.items()}
+    spread = [0.97 + 0.008 * i for i in range(11)]
+    ms = {k: [m * x for x in spread] for k, m in {0: plain, **medians}.items()}
+    return Job(
+        draft, rows, 128, ms, chances, head=costs is None, lag=1, join=16.0, near=4.0,
+        absorb=6.0 if costs is None else 1.0, join_rounds=4, alike=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", SHORT)
+def test_short_jobs_lose_little(draft: str, tmp_path: Path) -> None:
+    """Catches drafts that gain by rounds and lose in joins, and tries without end.
+
+    Means of seven seeds, over plain decoding: the first job of a process, the second,
+    and the first of a process that goes by stored costs.
+    """
+    for rows in ROUNDS:
+        job, rates = short(draft, rows), [0.0, 0.0, 0.0]
+        for seed in range(7):
+            length, store = auto(job), CostStore(tmp_path / f"{rows}-{seed}.json")
+            plain = job.seconds(Script(lambda _: 0, may_pay=False), seed)
+            rates[0] += plain / job.seconds(length, seed) / 7
+            rates[1] += plain / job.seconds(length, seed) / 7
+            store.save("pair", length.costs, length.acceptance)
+            stored = store.load("pair", **device(job))
+            later = AutoLength(*stored, max_draft_tokens=job.most)
+            rates[2] += plain / job.seconds(later, seed) / 7
+        assert min(rates) > SHORT[draft][2], (rows, rates)
 
 
 # -- staircases ------------------------------------------------------------
