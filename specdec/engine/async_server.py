@@ -350,9 +350,9 @@ class _Worker(threading.Thread):
         self._all_came = True
 
 
-def _settle(future: asyncio.Future[T], found: T) -> None:
+def _settle(future: asyncio.Future[T], value: T) -> None:
     if not future.done():
-        future.set_result(found)
+        future.set_result(value)
 
 
 def _fail(future: asyncio.Future[T], error: Exception) -> None:

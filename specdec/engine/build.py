@@ -56,11 +56,11 @@ def models_of(
         runner=runner,
         corpus=config.draft_corpus,
     )
-    made = make_drafter(drafter, context)
+    built = make_drafter(drafter, context)
     recording = of_target.recording(
-        made.hidden_layers, made.context, whole=made.reads_prompts
+        built.hidden_layers, built.context, whole=built.reads_prompts
     )
-    return recording, made
+    return recording, built
 
 
 def check_shared(config: EngineConfig, ranks: Ranks | None) -> None:

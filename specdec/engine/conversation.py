@@ -48,7 +48,7 @@ def converse(
             are removed.
         encoding: how to encode every turn.
     """
-    begun = encoding.get("prefill_response") or ""
+    prefilled = encoding.get("prefill_response") or ""
     while session.busy:
         for event in session.step():
             talk, result = talks[event.index], event.result
@@ -61,7 +61,7 @@ def converse(
             if result.finish_reason not in ("stop", "length"):
                 talk.left.clear()
                 continue
-            answer = {"role": "assistant", "content": begun + result.text}
+            answer = {"role": "assistant", "content": prefilled + result.text}
             said = talk.left.pop(0)
             talk.prompt = [*talk.prompt, answer, *user(said)]
             talk.turn += 1

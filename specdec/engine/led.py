@@ -53,13 +53,13 @@ def parted(mine: Committed, theirs: Committed) -> str:
     rows, others = [row[0] for row in mine], [row[0] for row in theirs]
     if rows != others:
         return f"rows {rows} are rows {others} there"
-    own, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
-    index, before, tokens, reason = own
+    here, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    index, before, tokens, reason = here
     where = f"request {index}, token"
     for i, token in enumerate(tokens):
-        found = other[2][i] if i < len(other[2]) else "nothing"
-        if found != token:
-            return f"{where} {before + i} is {token} here and {found} there"
+        there = other[2][i] if i < len(other[2]) else "nothing"
+        if there != token:
+            return f"{where} {before + i} is {token} here and {there} there"
     end = other[2][len(tokens)] if len(other[2]) > len(tokens) else other[3]
     return f"{where} {before + len(tokens)}: {reason} here and {end} there"
 
@@ -69,14 +69,14 @@ class LeadingSession(Session):
 
     Args:
         leader: this rank.
-        own: arguments of :class:`Session`.
+        arguments: of :class:`Session`.
     """
 
     _numbers = count()
     _alive: ClassVar[WeakSet[LeadingSession]] = WeakSet()
 
-    def __init__(self, leader: Leader, *own: Any):
-        super().__init__(*own)
+    def __init__(self, leader: Leader, *arguments: Any):
+        super().__init__(*arguments)
         self._leader, self._commits = leader, _Commits()
         self._number = next(LeadingSession._numbers)
         with leader.turn:

@@ -122,12 +122,12 @@ class Turns:
         them aborts.
         """
         self._closed = True
-        begun = time.monotonic()
+        start = time.monotonic()
         for thread in list(_borrowers):
             with self._lock:
                 busy = {self._owner, *(ident for ident, _ in self._waiting)}
             most = _PATIENCE if thread.ident in busy else _LITTLE
-            thread.join(max(0.0, begun + most - time.monotonic()))
+            thread.join(max(0.0, start + most - time.monotonic()))
 
     def __enter__(self) -> None:
         self.acquire()

@@ -98,7 +98,7 @@ class _Indexer(deepseek_v41.Indexer):
                 start_pos=start_pos,
             )
             return alone
-        chosen, found = [], []
+        chosen, columns = [], []
         for i in range(x.shape[0]):
             row = slice(i, i + 1)
             one, candidate = usual(
@@ -110,8 +110,8 @@ class _Indexer(deepseek_v41.Indexer):
                 start_pos=start_pos[i],
             )
             chosen.append(one)
-            found.append(candidate)
-        whole = None if found[0] is None else mx.concatenate(found)
+            columns.append(candidate)
+        whole = None if columns[0] is None else mx.concatenate(columns)
         return mx.concatenate(chosen), whole
 
 
@@ -124,8 +124,8 @@ class _TextModel(deepseek_v41.TextModel):
     def make_cache(self) -> list[Any]:
         def of(layer: Any) -> Any:
             window = RotatingKVCache(max_size=self.args.sliding_window)
-            own = layer.self_attn
-            pools = own.ratio and own.is_kv_source
+            attention = layer.self_attn
+            pools = attention.ratio and attention.is_kv_source
             return CacheList(window, KVCache()) if pools else window
 
         return [of(layer) for layer in self.layers]
@@ -170,9 +170,9 @@ def with_compressed_rows(model: Any) -> nn.Module:
     twin["model"] = trunk = as_kind(model.model, _TextModel)
     trunk["layers"] = [as_kind(each, type(each)) for each in trunk.layers]
     for layer in trunk.layers:
-        layer["self_attn"] = own = as_kind(layer.self_attn, type(layer.self_attn))
+        layer["self_attn"] = attention = as_kind(layer.self_attn, type(layer.self_attn))
         for name, kind in ("compressor", _Compressor), ("indexer", _Indexer):
-            if name in own:
-                own[name] = as_kind(own[name], kind)
-    made: nn.Module = twin
-    return made
+            if name in attention:
+                attention[name] = as_kind(attention[name], kind)
+    module: nn.Module = twin
+    return module

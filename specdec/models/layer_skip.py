@@ -27,13 +27,13 @@ class FewerCaches(nn.Module):
 
     Args:
         model: an mlx-lm model; shared, never changed.
-        kept: the places that have caches, ascending.
+        cached: the places that have caches, ascending.
     """
 
-    def __init__(self, model: nn.Module, kept: Iterable[int]):
+    def __init__(self, model: nn.Module, cached: Iterable[int]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self._kept = tuple(kept)
+        self._kept = tuple(cached)
         self._shown = _stand_ins(make_prompt_cache(model), self._kept)
         #: Under the name that mlx-lm's models use.
         self.args = getattr(model, "args", None)
@@ -51,10 +51,10 @@ class FewerCaches(nn.Module):
         """The kept caches from a list that has one for each place."""
         return [caches[i] for i in self._kept]
 
-    def among_all(self, kept: Sequence[Any]) -> list[Any]:
+    def among_all(self, cached: Sequence[Any]) -> list[Any]:
         """The inverse of :meth:`of_all`, with mlx-lm's empty caches at other places."""
         caches = make_prompt_cache(self.model)
-        for i, cache in zip(self._kept, kept, strict=True):
+        for i, cache in zip(self._kept, cached, strict=True):
             caches[i] = cache
         return caches
 
@@ -117,10 +117,10 @@ class SkippingModel(FewerCaches):
         running = set(layers)
         caches = make_prompt_cache(model)
         skipped = {p for i, p in enumerate(places) if i not in running}
-        kept = [i for i in range(len(caches)) if i not in skipped]
-        _check_attention(caches, kept, places, name)
+        cached = [i for i in range(len(caches)) if i not in skipped]
+        _check_attention(caches, cached, places, name)
         some = [e if i in running else _skipped(e) for i, e in enumerate(every)]
-        super().__init__(with_layers(model, some), kept)
+        super().__init__(with_layers(model, some), cached)
         self._running = tuple(layers)
 
     @property
@@ -136,19 +136,19 @@ def _skipped(layer: nn.Module) -> nn.Module:
     # Models read the parts of their layers, so these stay as attributes.
     vars(twin).update(twin)
     twin.clear()
-    made: nn.Module = twin
-    return made
+    module: nn.Module = twin
+    return module
 
 
 def _check_attention(
     caches: Sequence[Any],
-    kept: Sequence[int],
+    cached: Sequence[int],
     places: Sequence[int | None],
     name: str,
 ) -> None:
     """Refuse a choice without attention: only caches of attention know positions."""
     attention = [i for i, c in enumerate(caches) if not isinstance(c, ArraysCache)]
-    if not kept or (attention and not set(attention) & set(kept)):
+    if not cached or (attention and not set(attention) & set(cached)):
         wanted = attention or range(len(caches))
         layers = ", ".join(str(i) for i, p in enumerate(places) if p in wanted)
         raise ConfigError(
@@ -157,14 +157,14 @@ def _check_attention(
         )
 
 
-def _stand_ins(caches: Sequence[Any], kept: Sequence[int]) -> tuple[int | None, ...]:
+def _stand_ins(caches: Sequence[Any], cached: Sequence[int]) -> tuple[int | None, ...]:
     """For each place, the index of the kept cache that the model gets there.
 
     ``None``: no kept cache will do, since they hold keys and this place has states, or
     the reverse.
     """
     kinds = [_kind(cache) for cache in caches]
-    return tuple(_stand_in(i, kept, kinds) for i in range(len(kinds)))
+    return tuple(_stand_in(i, cached, kinds) for i in range(len(kinds)))
 
 
 def _kind(cache: Any) -> tuple[type, int | None]:

@@ -142,6 +142,6 @@ def _plain(layer: Any, group: mx.distributed.Group) -> nn.Module:
     plain: Any = as_kind(layer, kind)
     vars(plain).pop("group", None)
     if not is_summed:
-        made: nn.Module = plain
-        return made
+        module: nn.Module = plain
+        return module
     return SummedLinear(plain, plain.pop("bias", None), group)

@@ -233,9 +233,9 @@ def encode(
         if prefill_response is not None:
             messages = [*messages, {"role": "assistant", "content": prefill_response}]
         variables = chat_template_config or {}
-        begun = continued or prefill_response is not None
-        text = _render(tokenizer, messages, variables, tools=tools, continued=begun)
-        thinks = _thinks(tokenizer, text, messages, variables, tools, begun)
+        begins = continued or prefill_response is not None
+        text = _render(tokenizer, messages, variables, tools=tools, continued=begins)
+        thinks = _thinks(tokenizer, text, messages, variables, tools, begins)
         if pictures:
             whole = _with_images(tokenizer, text, pictures, limit)
             return replace(whole, thinks=thinks)

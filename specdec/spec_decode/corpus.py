@@ -184,14 +184,14 @@ def _look_up(
         )
     bits = buckets.bit_length() - 1
     bucket = (mixed >> (32 - bits)).astype(mx.int32)
-    own = mx.maximum(rows, 0)
-    ways = places[own * buckets + bucket]
+    row = mx.maximum(rows, 0)
+    ways = places[row * buckets + bucket]
 
     def at(where: mx.array) -> mx.array:
         """Tokens at places of each row's corpus; ``EMPTY`` outside of it."""
         inside = (where >= 0) & (where < capacity)
         shape = (-1, *[1] * (where.ndim - 1))
-        index = own.reshape(shape) * capacity + mx.where(inside, where, 0)
+        index = row.reshape(shape) * capacity + mx.where(inside, where, 0)
         return mx.where(inside, tokens[index], EMPTY)
 
     agree = at(ways[..., None] - mx.arange(DEPTH)) == tail[:, None, :]

@@ -91,8 +91,8 @@ class DraftModel(Drafter):
         """
         if self._proposes is None or self._reads is None:
             return logits[..., : self.vocab_size]
-        found = mx.take(logits, self._reads, axis=-1)
-        return mx.where(self._proposes, found, -mx.inf)
+        taken = mx.take(logits, self._reads, axis=-1)
+        return mx.where(self._proposes, taken, -mx.inf)
 
 
 @ours
@@ -156,8 +156,8 @@ class DraftModelRows(DraftRows):
             return self._draft.proposable(logits[:, -1:])
 
         tokens, drawn_from = round_.choose_each(round_.num_draft_tokens, logits_after)
-        given = mx.concatenate([round_.recent[:, -1:], *tokens], axis=1)
-        return Proposals.within(given, drawn_from)
+        together = mx.concatenate([round_.recent[:, -1:], *tokens], axis=1)
+        return Proposals.within(together, drawn_from)
 
     def _forward(self, tokens: mx.array) -> mx.array:
         return self._rows.forward(self._draft.read(tokens))
@@ -177,8 +177,8 @@ class DraftModelRows(DraftRows):
             pieces = list(self._missed.padded(narrow, CATCH_UP_STEP, self._rows.fits))
         else:
             *pieces, rest = self._missed.exact(narrow, CATCH_UP_STEP)
-            begun = min(rest.valid) > 0
-            if begun and rest.width + round_.num_draft_tokens + 1 <= narrow:
+            all_have = min(rest.valid) > 0
+            if all_have and rest.width + round_.num_draft_tokens + 1 <= narrow:
                 self._ahead = rest.width
                 tokens = mx.concatenate([rest.tokens, tokens], axis=1)
             else:

@@ -46,10 +46,10 @@ class Proposals:
         lengths: mx.array | None = None,
     ) -> Proposals:
         """Propose all but the first column of ``inputs``, int32."""
-        made = cls(inputs[:, 1:], probabilities, lengths)
+        proposals = cls(inputs[:, 1:], probabilities, lengths)
         # Not by the constructor, so that a copy with other tokens has none.
-        object.__setattr__(made, "inputs", inputs)
-        return made
+        object.__setattr__(proposals, "inputs", inputs)
+        return proposals
 
     def after(self, newest: mx.array) -> mx.array:
         """The target's inputs: the newest tokens (B, 1), then the proposals."""
@@ -180,10 +180,10 @@ class Round:
         """
         k = logits.shape[1]
         if self.sampling.adjustments is not None or self.grammar is not None:
-            tokens, found = self.choose_each(
+            tokens, probabilities = self.choose_each(
                 k, lambda before: logits[:, len(before) : len(before) + 1]
             )
-            return mx.concatenate(tokens, axis=1), found
+            return mx.concatenate(tokens, axis=1), probabilities
         draws, probabilities = self.draws.first(k), None
         if self.needs_probabilities:
             probabilities = self.sampling.probabilities(logits, draws)

@@ -132,10 +132,10 @@ class NamedDrafter:
             UnsupportedModelError: the draft model needs a cache that is not
                 supported.
         """
-        found: list[Drafter] = []
+        drafters: list[Drafter] = []
         if self.ngram is not None:
             options = self.ngram if context.corpus else replace(self.ngram, corpus=0)
-            found.append(NgramDrafter(options))
+            drafters.append(NgramDrafter(options))
         if self.model is not None:
             settings: dict[str, Any] = {
                 "vocab_size": context.vocab_size,
@@ -149,11 +149,11 @@ class NamedDrafter:
                 settings["max_draft_tokens"] = min(context.max_draft_tokens, most)
             runner = context.runner(self.model)
             if isinstance(head, DraftHead):
-                found.append(HeadDrafter(runner, **settings))
+                drafters.append(HeadDrafter(runner, **settings))
             else:
                 known = self.vocabulary or map_vocabulary(context.target, self.model)
-                found.append(DraftModel(runner, vocabulary=known, **settings))
-        return found[0] if len(found) == 1 else ChainDrafter(*found)
+                drafters.append(DraftModel(runner, vocabulary=known, **settings))
+        return drafters[0] if len(drafters) == 1 else ChainDrafter(*drafters)
 
 
 def factory_of(

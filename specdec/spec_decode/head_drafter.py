@@ -93,17 +93,17 @@ class StateRows(DraftRows):
         # The head's output for each row's last token, if it has any, shape (B, 1, D).
         self._state = mx.zeros((num_rows, 1, size))
 
-    def _keep(self, given: mx.array | None, kept: mx.array) -> None:
+    def _keep(self, outputs: mx.array | None, kept: mx.array) -> None:
         """Keep the head's output for the last of each row's new tokens.
 
         Args:
-            given: the head's output for all new tokens; ``None`` if it has none.
+            outputs: the head's output for all new tokens; ``None`` if it has none.
             kept: how many new tokens each row keeps, shape (B,).
         """
-        if given is None:
+        if outputs is None:
             return
         last = mx.maximum(kept - 1, 0)[:, None, None]
-        new = mx.take_along_axis(given, last, axis=1)
+        new = mx.take_along_axis(outputs, last, axis=1)
         state = self._state.astype(new.dtype)
         self._state = mx.where((kept > 0)[:, None, None], new, state)
 
@@ -198,8 +198,8 @@ class HeadRows(StateRows):
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
         """Write the context of a chunk of the prompts."""
-        given = self._rows.call("absorb", hidden, following, lengths=lengths)
-        self._keep(given, mx.array(list(lengths)))
+        outputs = self._rows.call("absorb", hidden, following, lengths=lengths)
+        self._keep(outputs, mx.array(list(lengths)))
         self._evaluate()
 
     def _evaluate(self) -> None:
@@ -216,9 +216,9 @@ class HeadRows(StateRows):
         """Write the context of the tokens that the round has kept."""
         assert accepted.hidden is not None
         width = accepted.hidden.shape[1]
-        given = self._rows.call("absorb", accepted.hidden, accepted.chosen)
+        outputs = self._rows.call("absorb", accepted.hidden, accepted.chosen)
         self._rows.trim_per_sequence(width - accepted.kept, width)
-        self._keep(given, accepted.kept)
+        self._keep(outputs, accepted.kept)
         if not round_.num_draft_tokens:
             self._evaluate()
 
@@ -292,8 +292,8 @@ class BlockRows(HeadRows):
         width = self._drafter.num_computed(k) + first
         states = self._rows.call("states", head.inputs(newest, width))
         self._take_back(width)
-        found: mx.array = states[:, first : first + k]
-        return found
+        predicted: mx.array = states[:, first : first + k]
+        return predicted
 
 
 @ours

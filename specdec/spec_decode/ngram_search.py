@@ -92,12 +92,12 @@ def longest_match(
         size = size + agree
     # What was rolled across the ring's end is no neighbour.
     size = mx.minimum(size, position - oldest + 1)
-    found = (size >= min_ngram) & (position < last)
+    matches = (size >= min_ngram) & (position < last)
     # Longest first, then newest.
-    score = mx.where(found, size * capacity + (position - oldest), -1)
+    score = mx.where(matches, size * capacity + (position - oldest), -1)
     best = mx.argmax(score, axis=1, keepdims=True)
     return Match(
-        mx.take_along_axis(mx.where(found, size, 0), best, axis=1)[:, 0],
+        mx.take_along_axis(mx.where(matches, size, 0), best, axis=1)[:, 0],
         mx.take_along_axis(position, best, axis=1)[:, 0],
     )
 
@@ -136,12 +136,12 @@ def search(
     """
     ring = write(ring, lengths - 1, recent[:, -1:], 1)
     match = longest_match(ring, lengths, max_ngram=max_ngram, min_ngram=min_ngram)
-    found = match.size > 0
+    matches = match.size > 0
     # What stands in empty slots is no token, and a model may have to embed it.
     tokens = mx.maximum(continuation(ring, lengths, match, k), 0)
-    tokens = mx.where(found[:, None], tokens, 0)
+    tokens = mx.where(matches[:, None], tokens, 0)
     inputs = mx.concatenate([recent[:, -1:], tokens], axis=1)
-    return inputs, mx.where(found, k, 0)
+    return inputs, mx.where(matches, k, 0)
 
 
 def keep(

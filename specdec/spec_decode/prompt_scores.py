@@ -86,7 +86,7 @@ class PromptScores:
         """
         (states,) = self._states
         self._states.clear()
-        for row, made in self._made.items():
+        for row, entries in self._made.items():
             first, count = done[row], valid[row]
             following = self._prompts[row][first + 1 : first + count + 1]
             top = self._tops[row] or 0
@@ -97,7 +97,7 @@ class PromptScores:
                     self._ends.logits(part), mx.array([tokens], mx.int32), top
                 )
                 mx.async_eval(scored.chosen, scored.top_ids, scored.top)
-                made.append(scored)
+                entries.append(scored)
 
     def of(self, row: int) -> list[TokenLogprobs | None]:
         """The entries of a row's prompt; ``None`` for its first token."""

@@ -131,8 +131,8 @@ class Verifier:
 
         def verified_by(name: str) -> mx.array | None:
             # At temperature 0 all rules agree, and the coupled one is cheapest.
-            found = [p.verification == name and p.temperature > 0 for p in params]
-            return mx.array(found) if any(found) else None
+            follow = [p.verification == name and p.temperature > 0 for p in params]
+            return mx.array(follow) if any(follow) else None
 
         asked = [p.top_logprobs for p in params if p.logprobs or p.top_logprobs]
         return cls(
@@ -202,11 +202,11 @@ class Verifier:
         """
         k = max(0, *limits)
         grammar = self._masks(limits, k + 1) if self.grammars else None
-        given = None
+        forced = None
         if k and grammar is not None:
             tokens, lengths = grammar.forced()
             if any(lengths):
-                given = Proposals(
+                forced = Proposals(
                     mx.array(tokens, mx.int32), lengths=mx.array(lengths, mx.int32)
                 )
         return Round(
@@ -216,7 +216,7 @@ class Verifier:
             self.sampling,
             self.draws(committed.lengths, k + 1),
             self.needs_probabilities,
-            given,
+            forced,
             lengths=committed.lengths,
             grammar=grammar,
             target=target,

@@ -51,14 +51,14 @@ def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> Non
         if array is None and part != "tokens":
             continue
         if not isinstance(array, mx.array):
-            found = f"of type {type(array).__name__}"
+            actual = f"of type {type(array).__name__}"
         elif array.shape == wanted and mx.issubdtype(array.dtype, kind):
             continue
         else:
-            found = _described(array.shape, str(array.dtype))
+            actual = _described(array.shape, str(array.dtype))
         dtype = "of integers" if kind is mx.integer else "of floats"
         raise DrafterError(
-            f"drafter {name}: the {part} that it proposed are {found}: they must be "
+            f"drafter {name}: the {part} that it proposed are {actual}: they must be "
             f"{_described(wanted, 'an array ' + dtype)}"
         )
 
@@ -88,9 +88,9 @@ def vetted(rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
         ranges.append(("lengths", lengths, tokens.shape[1]))
     # In their own type, the bound might overflow.
     wide = [(part, each.astype(mx.int64), most) for part, each, most in ranges]
-    found = [(part, mx.stack([a.min(), a.max()]), most) for part, a, most in wide]
-    mx.eval(proposals.probabilities, [extremes for _, extremes, _ in found])
-    for part, extremes, most in found:
+    extrema = [(part, mx.stack([a.min(), a.max()]), most) for part, a, most in wide]
+    mx.eval(proposals.probabilities, [extremes for _, extremes, _ in extrema])
+    for part, extremes, most in extrema:
         least, largest = int(extremes[0]), int(extremes[1])
         if least < 0 or largest > most:
             raise DrafterError(
