@@ -42,18 +42,18 @@ def cache() -> None:
 @_folder
 def list_(folder: Path) -> None:
     """List the entries of DIR, by model and kind of cache."""
-    found = _audit(folder)
-    for each in found.holdings(folder):
+    audit = _audit(folder)
+    for each in audit.holdings(folder):
         used = datetime.fromtimestamp(each.last_used)
         show(
             f"{one_line(each.signature[:8])}  {shorten(each.model)}: "
             f"{_entries(each.entries)}, {format_size(each.nbytes)}, "
             f"longest prefix {each.longest} tokens, last used {used:%Y-%m-%d %H:%M}"
         )
-    show(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}")
-    if found.damaged:
+    show(f"{_entries(len(audit.sound))}, {format_size(audit.nbytes)}")
+    if audit.damaged:
         note(
-            f"{_entries(len(found.damaged))} of no use: specdec cache verify {folder} "
+            f"{_entries(len(audit.damaged))} of no use: specdec cache verify {folder} "
             "removes them"
         )
 
@@ -66,13 +66,13 @@ def verify(folder: Path) -> None:
     The exit code is 1 if any was damaged. What was removed is computed again when it is
     needed.
     """
-    found = _audit(folder, contents=True)
-    kept = remove(folder, list(found.damaged))
-    for name, reason in found.damaged.items():
+    audit = _audit(folder, contents=True)
+    kept = remove(folder, list(audit.damaged))
+    for name, reason in audit.damaged.items():
         show(f"{'damaged' if name in kept else 'removed'} {name}: {reason}")
-    show(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}: verified")
+    show(f"{_entries(len(audit.sound))}, {format_size(audit.nbytes)}: verified")
     _complain(folder, kept)
-    if found.damaged:
+    if audit.damaged:
         sys.exit(FAILURE)
 
 
@@ -80,8 +80,8 @@ def verify(folder: Path) -> None:
 @_folder
 def clear(folder: Path) -> None:
     """Remove all entries of DIR; other files stay."""
-    found = _audit(folder)
-    names = [*(file.name for file in found.sound), *found.damaged]
+    audit = _audit(folder)
+    names = [*(file.name for file in audit.sound), *audit.damaged]
     kept = remove(folder, names)
     show(f"removed {_entries(len(names) - len(kept))}")
     _complain(folder, kept)

@@ -182,9 +182,9 @@ def _running() -> Interrupts | None:
 @contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
     """:meth:`Interrupts.last_words` of the running command line, if it has one."""
-    found = _running()
-    if found is None:
+    running = _running()
+    if running is None:
         yield
         return
-    with found.last_words(say):
+    with running.last_words(say):
         yield

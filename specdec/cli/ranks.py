@@ -177,15 +177,15 @@ def _start(size: int) -> Ranks | None:
         for rank in range(1, size):
             links[rank], theirs = socket.socketpair()
             if_failed.callback(links[rank].close)
-            program, own = module_process("specdec")
-            own |= {**environment, **threads, "MLX_RANK": str(rank)}
-            own[LINK] = str(theirs.fileno())
+            program, variables = module_process("specdec")
+            variables |= {**environment, **threads, "MLX_RANK": str(rank)}
+            variables[LINK] = str(theirs.fileno())
             if devices is not None:
-                own["CUDA_VISIBLE_DEVICES"] = devices[rank]
+                variables["CUDA_VISIBLE_DEVICES"] = devices[rank]
             with theirs:
                 process = subprocess.Popen(
                     program,
-                    env=own,
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -200,8 +200,8 @@ def _start(size: int) -> Ranks | None:
 
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as open_together:
-        found = [
+        sockets = [
             open_together.enter_context(socket.create_server((_LOCAL, 0)))
             for _ in range(count)
         ]
-        return [each.getsockname()[1] for each in found]
+        return [each.getsockname()[1] for each in sockets]

@@ -44,21 +44,21 @@ def requests_of(
     each = [_settings_of(record) for record in records]
     if not any(each):
         return params
-    found = []
+    each_params = []
     for record, settings in zip(records, each, strict=True):
         at_zero = settings.get("temperature") == 0
         # At temperature 0 they would be refused.
         reset = {name: _default(name) for name in FILTERS if at_zero}
         try:
-            found.append(params.updated(reset | settings))
+            each_params.append(params.updated(reset | settings))
         except ConfigError as error:
             raise PromptFileError(f"{record.where}: {error}") from error
     # One random seed for all lines that sample and have none.
-    unseeded = (p for p, s in zip(found, each, strict=True) if _needs_seed(p, s))
+    unseeded = (p for p, s in zip(each_params, each, strict=True) if _needs_seed(p, s))
     first = next(unseeded, params).seeded().seed
     return [
         replace(p, seed=first + i) if _needs_seed(p, s) and first is not None else p
-        for i, (p, s) in enumerate(zip(found, each, strict=True))
+        for i, (p, s) in enumerate(zip(each_params, each, strict=True))
     ]
 
 
@@ -70,11 +70,11 @@ def ignored_keys(records: Iterable[PromptRecord]) -> list[str]:
     """Keys of lines that have no effect, with the setting that may have been meant."""
     keys = {key for record in records for key in record.fields}
     known = JSON_SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
-    found = []
+    unknown = []
     for key in sorted(keys - known):
         meant = nearest(key, known, cutoff=_NEAR)
-        found.append(key if meant is None else f"{key} (did you mean {meant}?)")
-    return found
+        unknown.append(key if meant is None else f"{key} (did you mean {meant}?)")
+    return unknown
 
 
 def _default(name: str) -> Any:
@@ -90,14 +90,14 @@ def _settings_of(record: PromptRecord) -> dict[str, Any]:
         if settings:
             raise PromptFileError(f"{record.where}: {key} is one grammar too many")
         try:
-            found = _grammar_of(key, record.fields[key])
-            if found is not None:
-                _check(found)
+            grammar = _grammar_of(key, record.fields[key])
+            if grammar is not None:
+                _check(grammar)
         except (ConfigError, LookupError, TypeError) as error:
             why = error if isinstance(error, ConfigError) else "it is incomplete"
             raise PromptFileError(f"{record.where}: {key}: {why}") from error
-        if found is not None:
-            settings["grammar"] = found
+        if grammar is not None:
+            settings["grammar"] = grammar
     for key, value in record.fields.items():
         name = _ALIASES.get(key, key)
         if value is None:

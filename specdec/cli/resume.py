@@ -80,10 +80,10 @@ def settings_of(params: SamplingParams, common: Mapping[str, Any]) -> dict[str, 
     Returns:
         Values as in JSON; long ones are replaced by a digest.
     """
-    own = {each.name: getattr(params, each.name) for each in fields(params)}
+    values = {each.name: getattr(params, each.name) for each in fields(params)}
     default = {each.name: each.default for each in fields(params)}
-    own = {key: value for key, value in own.items() if value != default[key]}
-    chosen = {key: value for key, value in common.items() if value} | own
+    values = {key: value for key, value in values.items() if value != default[key]}
+    chosen = {key: value for key, value in common.items() if value} | values
     # With the ratio rules, the text that a seed gives depends on the draft, too.
     by_ratio = params.draws and params.verification != "coupled"
     beside = _BESIDE if by_ratio else _BESIDE | _DRAFTING
@@ -200,17 +200,17 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
 
 def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
     """How a result's settings differ from those asked for now, in words."""
-    made = row.get("settings")
-    if not isinstance(made, dict):
+    settings = row.get("settings")
+    if not isinstance(settings, dict):
         return None  # written by a version without settings
     if (seed := row.get("seed")) is not None and "seed" in asked:
-        made = {**made, "seed": seed}
+        settings = {**settings, "seed": seed}
     else:
         asked = {key: value for key, value in asked.items() if key != "seed"}
-    found = first_difference(made, asked, missing=_DEFAULT)
-    if found is None:
+    difference = first_difference(settings, asked, missing=_DEFAULT)
+    if difference is None:
         return None
-    name, was, now = found
+    name, was, now = difference
     if was == _DEFAULT:
         return f"was made with the default {name}, not {now}"
     return f"was made with {name} {one_line(str(was))}, not {now}"

@@ -149,7 +149,7 @@ def verify(
         def shown(what: str, done: int, total: int, share: float) -> None:
             progress.show(done, total, what=what, share=lambda: share)
 
-        found = certify(
+        certificate = certify(
             decoder,
             [record.prompt for record in records],
             params,
@@ -174,10 +174,10 @@ def verify(
             "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,
         }
-        output.write(_record(decoder, found, settings), indent=1)
-    show(_header(decoder, found, params))
-    show(summary(found))
-    if not found.passed:
+        output.write(_record(decoder, certificate, settings), indent=1)
+    show(_header(decoder, certificate, params))
+    show(summary(certificate))
+    if not certificate.passed:
         sys.exit(FAILURE)
 
 
@@ -191,39 +191,41 @@ def _check_together(temp: float, *, sampled: bool) -> None:
         raise click.UsageError("--max-restarts is for a comparison token for token")
 
 
-def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:
+def _header(
+    decoder: SpecDecoder, certificate: Certificate, params: SamplingParams
+) -> str:
     from ..model_names import short
 
     draft, k = decoder.draft_name, decoder.max_draft_tokens
     how = "greedy"
     if params.temperature:
         how = f"temperature {params.temperature:g}, {params.verification}"
-    rate = found.accepted / found.drafted if found.drafted else 0.0
+    rate = certificate.accepted / certificate.drafted if certificate.drafted else 0.0
     bits = decoder.config.kv_bits
     packed = f", keys and values in {bits} bits" if bits else ""
     return (
         f"target:  {short(decoder.target_name)}\n"
         f"draft:   {f'{short(draft)}, up to {k} a round' if draft else 'none'}"
         f"{share_text(decoder.stats.vocabulary_share)}"
-        f"{f', acceptance rate {rate:.3f}' if found.drafted else ''}\n"
+        f"{f', acceptance rate {rate:.3f}' if certificate.drafted else ''}\n"
         f"decoded: {how}, batch {decoder.config.batch_size}, "
         f"up to {params.max_tokens} tokens{packed}\n"
     )
 
 
 def _record(
-    decoder: SpecDecoder, found: Certificate, options: dict[str, object]
+    decoder: SpecDecoder, certificate: Certificate, options: dict[str, object]
 ) -> dict[str, object]:
     from ..backend import describe
 
     return {
-        "verdict": found.verdict,
-        "passed": found.passed,
+        "verdict": certificate.verdict,
+        "passed": certificate.passed,
         "command": command_line(),
         "machine": describe(),
         "target": decoder.target_name,
         "draft": decoder.draft_name,
         "vocabulary_share": decoder.stats.vocabulary_share,
         "options": options,
-        "result": found.to_dict(),
+        "result": certificate.to_dict(),
     }

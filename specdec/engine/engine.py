@@ -275,11 +275,11 @@ class Engine:
         """
         if self._rehearsal.due:
             drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             both = [SamplingParams(), drawn]
             rows = self._scheduler.batch_size
             self._rehearse(rows, both, shrinks=True, needed=needed)
-            self.stats.warmup_seconds += time.perf_counter() - begun
+            self.stats.warmup_seconds += time.perf_counter() - start
 
     def _rehearse(
         self, num_rows: int, params: Sequence[SamplingParams], **options: Any
@@ -331,11 +331,11 @@ class Engine:
         if self._running is not None:
             self._running.note_interruption()
         joining.alone = self._running is None
-        before, begun = joining.prefill_tokens, time.perf_counter()
+        before, start = joining.prefill_tokens, time.perf_counter()
         try:
             more = next(self._joining.chunks, _DONE) is not _DONE
             if self._joining.paced is not None:
-                step = self._pace.take(time.perf_counter() - begun)
+                step = self._pace.take(time.perf_counter() - start)
                 self._joining.paced.prefill_step_size = step
             if self._running is None and not self._backend.prefills_by_layers:
                 # Waiting bounds memory, and no round runs that it could delay.
@@ -438,7 +438,7 @@ class Engine:
         drafts = drafter is not None and self._may_draft(running, requests)
         for request in requests:
             request.kv_bits, request.drafts = target.options.kv_bits, drafts
-        own, slots = self._room(running, requests)
+        joining_slots, slots = self._room(running, requests)
         batch = DecodeBatch(
             target,
             drafter,
@@ -447,7 +447,7 @@ class Engine:
             self._backend,
             self._observer,
             self._in_flight,
-            own,
+            joining_slots,
         )
         self._joining = _Joining(batch, batch.prefill(), slots, paced)
 
@@ -464,7 +464,7 @@ class Engine:
         def slots(rows: int) -> int:
             return self._backend.rows_to_keep(self._scheduler.batch_size, rows)
 
-        rows, own = [*running, *joining], slots(len(joining))
+        rows, joining_slots = [*running, *joining], slots(len(joining))
         now = 0 if self._running is None else len(self._running.slots)
         coming = min(self._scheduler.expected, self._scheduler.batch_size - len(rows))
         if not self._backend.static_shapes:
@@ -472,9 +472,9 @@ class Engine:
         for halvings in range(coming.bit_length() + 1):  # the last one leaves none
             more = coming >> halvings
             then = max(now, slots(len(rows) + more))
-            held = then if then == own and not now else then + own
+            held = then if then == joining_slots and not now else then + joining_slots
             if held <= len(rows) or self._scheduler.affords(rows, held):
-                return own, then
+                return joining_slots, then
         if self._running is not None:
             self._running.compact()
         return len(joining), len(rows)

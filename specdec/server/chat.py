@@ -133,33 +133,35 @@ class _Tool(ToolPart):
     function: Function
 
 
-def messages_of(given: Sequence[_Message], notes: Notes) -> list[Message]:
+def messages_of(items: Sequence[_Message], notes: Notes) -> list[Message]:
     """Messages for the chat template.
 
     Raises:
         RequestError: a message has a part that is not text.
     """
     called: dict[str, str] = {}
-    made = [_message(m, f"messages[{i}]", called, notes) for i, m in enumerate(given)]
-    return [m for m in made if m["role"] != "system" or m["content"]]
+    messages = [
+        _message(m, f"messages[{i}]", called, notes) for i, m in enumerate(items)
+    ]
+    return [m for m in messages if m["role"] != "system" or m["content"]]
 
 
 def _message(
-    given: _Message, where: str, called: dict[str, str], notes: Notes
+    item: _Message, where: str, called: dict[str, str], notes: Notes
 ) -> Message:
-    role = "system" if given.role == "developer" else given.role
+    role = "system" if item.role == "developer" else item.role
     read_as = content_of if role in ("user", "tool") else text_of
-    content = read_as(given.content, f"{where}.content", notes)
-    made: Message = {"role": role, "content": content}
-    if given.name is not None:
-        made["name"] = given.name
+    content = read_as(item.content, f"{where}.content", notes)
+    message: Message = {"role": role, "content": content}
+    if item.name is not None:
+        message["name"] = item.name
     if role == "assistant":
-        if given.refusal is not None and not content:
-            made["content"] = given.refusal
-        if thoughts := given.reasoning or given.reasoning_content:
-            made["reasoning_content"] = thoughts
+        if item.refusal is not None and not content:
+            message["content"] = item.refusal
+        if thoughts := item.reasoning or item.reasoning_content:
+            message["reasoning_content"] = thoughts
         calls = []
-        for call in given.tool_calls:
+        for call in item.tool_calls:
             name, arguments = call.function.name, call.function.arguments
             called[call.id] = name
             if isinstance(arguments, str):
@@ -168,17 +170,17 @@ def _message(
             function = {"name": name, "arguments": arguments}
             calls.append({"type": "function", **named, "function": function})
         if calls:
-            made["tool_calls"] = calls
+            message["tool_calls"] = calls
     if role == "tool":
-        if given.tool_call_id is None:
+        if item.tool_call_id is None:
             where = f"{where}.tool_call_id"
             raise RequestError(
                 f"{where} is missing: add it", field=where, code="missing_parameter"
             )
-        made["tool_call_id"] = given.tool_call_id
-        if name := called.get(given.tool_call_id, ""):
-            made["name"] = name
-    return made
+        message["tool_call_id"] = item.tool_call_id
+        if name := called.get(item.tool_call_id, ""):
+            message["name"] = name
+    return message
 
 
 class ChatRendering(CompletionRendering):
@@ -260,9 +262,9 @@ class ChatRendering(CompletionRendering):
             if event.tokens and self.job.params.logprobs:
                 logprobs = self._logprobs(event.tokens)
         elif isinstance(event, Call):
-            begun = {"index": event.index, **_call(event)}
-            begun["function"] = {"name": event.name, "arguments": ""}
-            yield self.chunk(event, delta={"tool_calls": [begun]}, logprobs=None)
+            call = {"index": event.index, **_call(event)}
+            call["function"] = {"name": event.name, "arguments": ""}
+            yield self.chunk(event, delta={"tool_calls": [call]}, logprobs=None)
             arguments = {"arguments": event.arguments}
             delta = {"tool_calls": [{"index": event.index, "function": arguments}]}
         yield self.chunk(event, delta=delta, logprobs=logprobs)

@@ -55,11 +55,11 @@ NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n
          "top_logprobs": "logprobs", "grammar": "response_format"}  # fmt: skip
 
 
-def _prompts(given: Any) -> list[str | tuple[int, ...]]:
+def _prompts(value: Any) -> list[str | tuple[int, ...]]:
     """The prompts of a request, one or several, each a text or token ids."""
-    several = isinstance(given, list) and not all(_is_token(x) for x in given)
-    prompts = given if several else [given]
-    if given and len(prompts) <= MOST_PROMPTS:
+    several = isinstance(value, list) and not all(_is_token(x) for x in value)
+    prompts = value if several else [value]
+    if value and len(prompts) <= MOST_PROMPTS:
         if all(isinstance(each, str) for each in prompts):
             return list(prompts)
         if all(
@@ -138,12 +138,12 @@ class TextRendering(CompletionRendering):
         logprobs = None
         if self.job.params.logprobs:
             logprobs = self._logprobs(index, tokens)
-        made: dict[str, Any] = {"text": text, "logprobs": logprobs}
+        body: dict[str, Any] = {"text": text, "logprobs": logprobs}
         if self.request.prompt_logprobs is not None:
-            made["prompt_logprobs"] = [
+            body["prompt_logprobs"] = [
                 entry and self._by_token(token, entry) for token, entry in scored
             ]
-        return made
+        return body
 
     def _scored(self, outcome: Outcome) -> _Entries:
         """The prompt's tokens with their log-probabilities, once they are known."""

@@ -85,47 +85,47 @@ class Function(ToolPart):
 
 def variables(
     service: Service,
-    given: Mapping[str, Any],
+    asked: Mapping[str, Any],
     effort: str | None,
     *,
     where: str = "reasoning_effort",
 ) -> dict[str, Any]:
     """Variables for the chat template, in addition to messages and tools."""
-    for name in given:
+    for name in asked:
         if name in OWN_VARIABLES or name == "tools":
             raise RequestError.invalid(
                 "chat_template_kwargs",
                 f"chat_template_kwargs cannot have {name}: leave it out",
             )
-    made = {**service.config.chat_template_config, **given}
+    merged = {**service.config.chat_template_config, **asked}
     if effort is None:
-        return made
+        return merged
     template = template_of(service.decoder.tokenizer) or ""
     if "reasoning_effort" in template:
-        made["reasoning_effort"] = effort
+        merged["reasoning_effort"] = effort
     elif "enable_thinking" in template:
-        made["enable_thinking"] = effort != "none"
+        merged["enable_thinking"] = effort != "none"
     elif effort != "none":
         raise RequestError.unsupported(
             where,
             f"{where} is not supported: this model's chat template has no such setting",
         )
-    return made
+    return merged
 
 
-def choice_of(given: str | Mapping[str, Any] | None) -> tuple[str, str | None]:
+def choice_of(value: str | Mapping[str, Any] | None) -> tuple[str, str | None]:
     """What ``tool_choice`` of OpenAI's protocols asks for, and the tool that it names.
 
     A function is named within an object of its kind, or beside its kind; a hosted tool
     by its kind.
     """
-    if not given or isinstance(given, str):
-        choice = str(given or "auto")
+    if not value or isinstance(value, str):
+        choice = str(value or "auto")
         plain = choice in ("auto", "none", "required")
         return (choice, None) if plain else ("named", choice)
-    kind = given.get("type", "function")
-    inner = given.get(kind) if isinstance(kind, str) else None
-    name = (inner if isinstance(inner, Mapping) else given).get("name")
+    kind = value.get("type", "function")
+    inner = value.get(kind) if isinstance(kind, str) else None
+    name = (inner if isinstance(inner, Mapping) else value).get("name")
     if name is None and kind not in ("function", "custom", "allowed_tools"):
         name = kind
     if not isinstance(name, str):
@@ -185,11 +185,11 @@ def tools_of(
         raise RequestError(f"{text}: give functions", field=where)
     for kind in sorted(set(others.values())):
         notes.add(f"tools of type {kind[:60]} are left out")
-    given = [_openai(function) for _, function in functions]
-    if choice == "none" or not given:
+    schemas = [_openai(function) for _, function in functions]
+    if choice == "none" or not schemas:
         return Tools(parallel=parallel)
     tokenizer = service.decoder.tokenizer
-    template = template_of(tokenizer, tools=given)
+    template = template_of(tokenizer, tools=schemas)
     shown = template is None or "tools" in template
     if format_of(tokenizer) is None or not shown:
         if choice != "auto":
@@ -200,7 +200,7 @@ def tools_of(
             )
         notes.add("the chat template of this model knows no tools: calls are text")
     return Tools(
-        given,
+        schemas,
         required=choice == "required",
         name=name if choice == "named" else None,
         parallel=parallel,
@@ -262,11 +262,11 @@ def content_of(
         at, part = f"{where}[{i}]", value
         if not isinstance(value, ContentPart):
             part = read(ContentPart, value, notes, at)
-        given = part.model_dump(exclude_none=True)
+        item = part.model_dump(exclude_none=True)
         try:
-            if holds_image(given):
+            if holds_image(item):
                 # It is decoded with the prompt, where it keeps nobody waiting.
-                source = source_in(given, local=False)
+                source = source_in(item, local=False)
                 parts.append({"type": "image", "image": source})
                 continue
         except PromptError as error:
@@ -303,12 +303,12 @@ def logprobs_of(service: Service, tokens: Tokens, most: int) -> list[dict[str, A
 
     The token itself is among the likeliest ones, if there are any.
     """
-    made = []
+    entries = []
     for token, entry in tokens:
         top = with_own(token, entry, most)
         named = [_named(service, other, logprob) for other, logprob in top]
-        made.append({**_named(service, token, entry.logprob), "top_logprobs": named})
-    return made
+        entries.append({**_named(service, token, entry.logprob), "top_logprobs": named})
+    return entries
 
 
 def with_own(token: int, entry: TokenLogprobs, most: int) -> list[tuple[int, float]]:

@@ -165,12 +165,12 @@ def parse_count(body: Any, service: Service, notes: Notes | None = None) -> Chat
 
 
 def _variables(request: PromptRequest, service: Service) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     if request.thinking is not None:
-        given["enable_thinking"] = request.thinking.type != "disabled"
+        asked["enable_thinking"] = request.thinking.type != "disabled"
     if effort := request.output_config.effort:
         # A hint, which may be given to every model.
-        given["reasoning_effort"] = effort
+        asked["reasoning_effort"] = effort
     for edit in request.context_management.get("edits") or []:
         known = isinstance(edit, dict) and edit.get("type") == "clear_thinking_20251015"
         if not known or edit.get("keep", "all") != "all":
@@ -178,7 +178,7 @@ def _variables(request: PromptRequest, service: Service) -> dict[str, Any]:
                 "context_management",
                 "context_management edits nothing here: leave it out",
             )
-    return variables(service, given, None)
+    return variables(service, asked, None)
 
 
 def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
@@ -188,12 +188,12 @@ def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
         if kind != "custom":
             others[str(tool.get("name", kind))] = str(kind)
             continue
-        made = read(_Tool, tool, notes, at)
+        record = read(_Tool, tool, notes, at)
         function = Function(
-            name=made.name,
-            description=made.description or None,
-            parameters=made.input_schema,
-            strict=made.strict or None,
+            name=record.name,
+            description=record.description or None,
+            parameters=record.input_schema,
+            strict=record.strict or None,
         )
         functions.append((at, function))
     choice = request.tool_choice or _ToolChoice(type="auto")
@@ -204,19 +204,19 @@ def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
 
 
 def _messages(
-    system: str | Sequence[ContentPart] | None, given: Sequence[_Message], notes: Notes
+    system: str | Sequence[ContentPart] | None, items: Sequence[_Message], notes: Notes
 ) -> list[Message]:
-    made: list[Message] = []
+    messages: list[Message] = []
     if isinstance(system, str) or system is None:
         text = system or ""
     else:
         parts = (part_text(part, f"system[{i}]") for i, part in enumerate(system))
         text = "\n\n".join(filter(None, (BILLING.sub("", part, 1) for part in parts)))
     if text := BILLING.sub("", text, 1):
-        made.append({"role": "system", "content": text})
+        messages.append({"role": "system", "content": text})
     # Turns of one role in a row are one turn, as Anthropic documents.
     turns: list[tuple[str, list[_Block]]] = []
-    for i, message in enumerate(given):
+    for i, message in enumerate(items):
         content: list[dict[str, Any]]
         if isinstance(message.content, str):
             content = [{"type": "text", "text": message.content}]
@@ -232,13 +232,13 @@ def _messages(
     for role, turn in turns:
         if role == "system":
             text = "".join(_text(block, at, notes) for at, block in turn)
-            made.append({"role": "system", "content": text})
+            messages.append({"role": "system", "content": text})
         else:
             take = _user if role == "user" else _assistant
-            made += take(turn, called, notes)
-    if not made:
+            messages += take(turn, called, notes)
+    if not messages:
         raise RequestError.invalid("messages", "messages have no content: add a text")
-    return made
+    return messages
 
 
 #: A block of a message's content, after its place in the request.
@@ -281,16 +281,16 @@ def _user(
             parts.append({"type": "text", "text": _text(block, at, notes)})
             continue
         result = read(_Result, block, notes, at)
-        made: Message = {
+        body: Message = {
             "role": "tool",
             "tool_call_id": result.tool_use_id,
             "content": content_of(result.content, f"{at}.content", notes),
         }
         if name := called.get(result.tool_use_id):
-            made["name"] = name
+            body["name"] = name
         if result.is_error:
-            made["is_error"] = True
-        yield made
+            body["is_error"] = True
+        yield body
     shown = [part for part in parts if part.get("text") != ""]
     if any(part["type"] == "image" for part in parts):
         yield {"role": "user", "content": shown}
@@ -302,7 +302,7 @@ def _assistant(
     blocks: Sequence[_Block], called: dict[str, str], notes: Notes
 ) -> Iterator[Message]:
     """A turn of the model: thoughts, text and calls."""
-    made: Message = {"role": "assistant", "content": ""}
+    answer: Message = {"role": "assistant", "content": ""}
     calls, thoughts = [], []
     for at, block in blocks:
         kind = block.get("type")
@@ -316,12 +316,12 @@ def _assistant(
             function = {"name": use.name, "arguments": use.input}
             calls.append({"type": "function", "id": use.id, "function": function})
         else:
-            made["content"] += _text(block, at, notes)
+            answer["content"] += _text(block, at, notes)
     if thoughts := list(filter(None, thoughts)):
-        made["reasoning_content"] = "\n\n".join(thoughts)
+        answer["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
-        made["tool_calls"] = calls
-    yield made
+        answer["tool_calls"] = calls
+    yield answer
 
 
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -390,7 +390,7 @@ class MessageRendering(Rendering):
         }
 
     def _message(self, content: list[Any], end: End | None) -> dict[str, Any]:
-        made = {
+        body = {
             "id": self._id,
             "type": "message",
             "role": "assistant",
@@ -401,8 +401,8 @@ class MessageRendering(Rendering):
             "usage": self._usage(),
         }
         if self.request.diagnostics.previous_message_id:  # they are not stored
-            made["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
-        return made if end is None else {**made, **_ending(end)}
+            body["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
+        return body if end is None else {**body, **_ending(end)}
 
     def whole(self) -> dict[str, Any]:
         (outcome,) = self.outcomes
@@ -427,12 +427,12 @@ class MessageRendering(Rendering):
             yield from self._close()
         else:
             yield from self._close()
-            made = {
+            body = {
                 "type": "message_delta",
                 "delta": _ending(event),
                 "usage": self._usage(),
             }
-            yield sse(made, "message_delta")
+            yield sse(body, "message_delta")
 
     def _text(self, piece: Piece) -> Iterator[bytes]:
         if not piece.text:
@@ -447,18 +447,18 @@ class MessageRendering(Rendering):
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         self._open = kind
-        made = {"index": self._blocks, "content_block": block}
-        return sse({"type": "content_block_start", **made}, "content_block_start")
+        body = {"index": self._blocks, "content_block": block}
+        return sse({"type": "content_block_start", **body}, "content_block_start")
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        made = {"type": "content_block_delta", "index": self._blocks, "delta": delta}
-        return sse(made, "content_block_delta")
+        body = {"type": "content_block_delta", "index": self._blocks, "delta": delta}
+        return sse(body, "content_block_delta")
 
     def _close(self) -> Iterator[bytes]:
         if self._open is None:
             return
-        made = {"type": "content_block_stop", "index": self._blocks}
-        yield sse(made, "content_block_stop")
+        body = {"type": "content_block_stop", "index": self._blocks}
+        yield sse(body, "content_block_stop")
         self._open = None
         self._blocks += 1
 
@@ -473,12 +473,12 @@ def _cut_call(call: Call) -> Piece:
 
 def _ending(end: End) -> dict[str, Any]:
     reason = "stop_sequence" if end.stop is not None else _ENDS[end.reason]
-    made: dict[str, Any] = {"stop_reason": reason, "stop_sequence": end.stop}
+    ending: dict[str, Any] = {"stop_reason": reason, "stop_sequence": end.stop}
     if end.result.seed is not None:
-        made["seed"] = end.result.seed
+        ending["seed"] = end.result.seed
     if end.cut is not None:
-        made["cut"] = end.cut
-    return made
+        ending["cut"] = end.cut
+    return ending
 
 
 def _content(outcome: Outcome, *, omits_thinking: bool) -> list[dict[str, Any]]:
@@ -492,8 +492,8 @@ def _content(outcome: Outcome, *, omits_thinking: bool) -> list[dict[str, Any]]:
         if call.cut:
             content.append({"type": "text", "text": _cut_call(call).text})
             continue
-        made = {"type": "tool_use", "id": call.id, "name": call.name}
-        content.append({**made, "input": json.loads(call.arguments)})
+        body = {"type": "tool_use", "id": call.id, "name": call.name}
+        content.append({**body, "input": json.loads(call.arguments)})
     return content
 
 

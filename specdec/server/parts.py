@@ -72,10 +72,10 @@ class Parts:
         self._buffer += text
         while True:
             if self._state == "normal" and self._blank and self._format:
-                begun = self._buffer.lstrip()
-                if any(bare.startswith(begun) for bare in self._format.bare):
+                beginning = self._buffer.lstrip()
+                if any(bare.startswith(beginning) for bare in self._format.bare):
                     break  # it could be a call without a marker
-                if begun.startswith(self._format.bare or ("\0",)):
+                if beginning.startswith(self._format.bare or ("\0",)):
                     self._begin_call("")
             markers = self._edges.get(self._state, {})
             at, marker = self._first(markers)

@@ -158,8 +158,8 @@ class CompletionRendering(Rendering):
             }
             for i, outcome in enumerate(self.outcomes)
         ]
-        made = {**self._head, "object": self.names[0], "choices": choices}
-        return {**made, "usage": self._tokens()}
+        body = {**self._head, "object": self.names[0], "choices": choices}
+        return {**body, "usage": self._tokens()}
 
     def _ids(self, begun: Begun | None, tokens: Sequence[int]) -> dict[str, Any]:
         """Token ids, if they were asked for."""
@@ -174,16 +174,16 @@ class CompletionRendering(Rendering):
         tokens = event.token_ids if isinstance(event, Piece) else ()
         ids = self._ids(event if isinstance(event, Begun) else None, tokens)
         choices = [{"index": event.choice, **fields, **ending, **ids}]
-        made = {**self._head, "object": self.names[1], "choices": choices}
+        body = {**self._head, "object": self.names[1], "choices": choices}
         options = self.usage_options
         if options.continuous_usage_stats:
-            return sse({**made, "usage": self._tokens()})
-        return sse({**made, "usage": None} if options.include_usage else made)
+            return sse({**body, "usage": self._tokens()})
+        return sse({**body, "usage": None} if options.include_usage else body)
 
     def end(self) -> Iterator[bytes]:
         if self.usage_options.include_usage:
-            made = {**self._head, "object": self.names[1], "choices": []}
-            yield sse({**made, "usage": self._tokens()})
+            body = {**self._head, "object": self.names[1], "choices": []}
+            yield sse({**body, "usage": self._tokens()})
         yield b"data: [DONE]\n\n"
 
     def _tokens(self) -> dict[str, Any]:
@@ -204,11 +204,11 @@ class CompletionRendering(Rendering):
 
 def _ending(end: End) -> dict[str, Any]:
     """How a choice ended, and the seed of its draws."""
-    made: dict[str, Any] = {"finish_reason": end.reason}
+    ending: dict[str, Any] = {"finish_reason": end.reason}
     if end.result.seed is not None:
-        made["seed"] = end.result.seed
+        ending["seed"] = end.result.seed
     if end.cut is not None:
-        made["cut"] = end.cut
+        ending["cut"] = end.cut
     if end.stop is not None:
-        made["stop_reason"] = end.stop
-    return made
+        ending["stop_reason"] = end.stop
+    return ending

@@ -264,7 +264,7 @@ class Replicas:
             process.stdin.write(command.greeting)
             if self._stopping:
                 process.terminate()
-            begun, line = time.monotonic(), b""
+            start, line = time.monotonic(), b""
             try:
                 async with asyncio.timeout(replica.patience):
                     line = await process.stdout.readline()
@@ -274,7 +274,7 @@ class Replicas:
             if line:
                 was_ready = True
                 if replica.patience is None:
-                    took = time.monotonic() - begun
+                    took = time.monotonic() - start
                     patience = max(_LEAST_LOADING, _TIMES_AS_LONG * took)
                     for each in self._like(replica):
                         each.patience = patience

@@ -102,27 +102,27 @@ def _tools(request: ResponseRequest, service: Service, notes: Notes) -> Tools:
         if kind != "function":
             others[str(tool.get("name", kind))] = str(kind)
             continue
-        made = read(_Tool, tool, notes, at)
-        fields = made.model_dump(exclude={"type"})
+        record = read(_Tool, tool, notes, at)
+        fields = record.model_dump(exclude={"type"})
         functions.append((at, Function(**fields)))
     return tools_of(service, functions, others, *choice_of(request.tool_choice),
                     parallel=request.parallel_tool_calls, notes=notes)  # fmt: skip
 
 
 def _messages(
-    instructions: str | None, given: str | Sequence[dict[str, Any]], notes: Notes
+    instructions: str | None, items: str | Sequence[dict[str, Any]], notes: Notes
 ) -> list[Message]:
-    made: list[Message] = []
+    messages: list[Message] = []
     if instructions:
-        made.append({"role": "system", "content": instructions})
-    if isinstance(given, str):
-        return [*made, {"role": "user", "content": given}]
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
     called: dict[str, str] = {}
-    for i, item in enumerate(given):
-        _item(item, f"input[{i}]", made, called, notes)
-    if not made:
+    for i, item in enumerate(items):
+        _item(item, f"input[{i}]", messages, called, notes)
+    if not messages:
         raise RequestError("input is empty: give it an item", field="input")
-    return made
+    return messages
 
 
 class _Message(Part):
@@ -156,13 +156,13 @@ class _Thoughts(Part):
 def _item(
     item: dict[str, Any],
     where: str,
-    made: list[Message],
+    messages: list[Message],
     called: dict[str, str],
     notes: Notes,
 ) -> None:
     """Add an item of the input to the messages."""
     kind = item.get("type", "message")
-    last = made[-1] if made and made[-1]["role"] == "assistant" else None
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "message":
         message = read(_Message, item, notes, where)
         role = {"developer": "system"}.get(message.role, message.role)
@@ -177,7 +177,7 @@ def _item(
         if role == "assistant" and last is not None and not last["content"]:
             last["content"] = content
         else:
-            made.append({"role": role, "content": content})
+            messages.append({"role": role, "content": content})
     elif kind in ("function_call", "custom_tool_call"):
         call: _FunctionCall | _CustomCall
         if kind == "function_call":
@@ -190,7 +190,7 @@ def _item(
         function = {"name": call.name, "arguments": arguments}
         if last is None:
             last = {"role": "assistant", "content": ""}
-            made.append(last)
+            messages.append(last)
         written = {"type": "function", "id": call.call_id, "function": function}
         last.setdefault("tool_calls", []).append(written)
     elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -199,7 +199,7 @@ def _item(
         result = {"role": "tool", "tool_call_id": output.call_id, "content": content}
         if name := called.get(output.call_id):
             result["name"] = name
-        made.append(result)
+        messages.append(result)
     elif kind == "reasoning":
         parts = read(_Thoughts, item, notes, where).content
         text = text_of(parts, f"{where}.content", notes, ("reasoning_text",))
@@ -207,7 +207,9 @@ def _item(
             earlier = last.get("reasoning_content")
             last["reasoning_content"] = f"{earlier}\n\n{text}" if earlier else text
         elif text:
-            made.append({"role": "assistant", "content": "", "reasoning_content": text})
+            messages.append(
+                {"role": "assistant", "content": "", "reasoning_content": text}
+            )
     else:
         raise RequestError(
             f"{where} of type {quoted(kind)} is not supported: messages, function "
@@ -313,8 +315,8 @@ class ResponseRendering(Rendering):
         item["status"] = "incomplete" if cut else "completed"
         part, place = item["content"][0], {**self._place(), "content_index": 0}
         if item["type"] == "message":
-            made = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield "response.output_text.done", {**place, **made}
+            body = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield "response.output_text.done", {**place, **body}
         else:
             yield "response.reasoning_text.done", {**place, "text": part["text"]}
         yield "response.content_part.done", {**place, "part": dict(part)}
@@ -357,7 +359,7 @@ class ResponseRendering(Rendering):
         why = None
         if status == "incomplete":
             why = {"reason": "max_output_tokens"}
-        made: dict[str, Any] = {
+        body: dict[str, Any] = {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
@@ -385,12 +387,12 @@ class ResponseRendering(Rendering):
             "user": request.user_,
         }
         if error is not None:
-            made["error"] = {"code": "server_error", "message": str(error)}
+            body["error"] = {"code": "server_error", "message": str(error)}
         if end is not None and end.result.seed is not None:
-            made["seed"] = end.result.seed
+            body["seed"] = end.result.seed
         if end is not None and end.cut is not None:
-            made["cut"] = end.cut
-        return made
+            body["cut"] = end.cut
+        return body
 
     def _usage(self) -> dict[str, Any]:
         usage = self.usage
@@ -425,9 +427,9 @@ class ResponseRendering(Rendering):
 
     def stream(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Begun):
-            begun = {"response": self._response("in_progress")}
-            yield self._event("response.created", begun)
-            yield self._event("response.in_progress", begun)
+            body = {"response": self._response("in_progress")}
+            yield self._event("response.created", body)
+            yield self._event("response.in_progress", body)
             return
         for kind, fields in self._take(event):
             yield self._event(kind, fields)
@@ -441,9 +443,9 @@ class ResponseRendering(Rendering):
         return self._event("response.failed", failed)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        made = {"type": kind, "sequence_number": self._sent, **fields}
+        body = {"type": kind, "sequence_number": self._sent, **fields}
         self._sent += 1
-        return sse(made, kind)
+        return sse(body, kind)
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

@@ -190,21 +190,21 @@ def _outputs(
     choice: list[str] | None,
     grammar: str | None,
 ) -> list[tuple[str, Grammar | None]]:
-    made: list[tuple[str, Grammar | None]] = []
+    grammars: list[tuple[str, Grammar | None]] = []
     try:
         if schema is not None:
-            made.append((f"{prefix}json", Grammar.json_schema(schema)))
+            grammars.append((f"{prefix}json", Grammar.json_schema(schema)))
         if regex is not None:
-            made.append((f"{prefix}regex", Grammar.regex(regex)))
+            grammars.append((f"{prefix}regex", Grammar.regex(regex)))
         if choice is not None:
             words = " | ".join(map(json.dumps, choice))
-            made.append((f"{prefix}choice", Grammar.lark(f"start: {words}")))
+            grammars.append((f"{prefix}choice", Grammar.lark(f"start: {words}")))
         if grammar is not None:
-            made.append((f"{prefix}grammar", Grammar.lark(grammar)))
+            grammars.append((f"{prefix}grammar", Grammar.lark(grammar)))
     except ConfigError as error:
         where = prefix.rstrip("._")
         raise RequestError.invalid(where, f"{where}: {error}") from error
-    return made
+    return grammars
 
 
 class _Schema(Record):
@@ -365,17 +365,17 @@ def sampling(
 _FIELDS = SamplingParams.__dataclass_fields__.keys()
 
 
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    for token in given:
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    for token in biases:
         if not (token.isascii() and token.isdigit()) or len(token) > 10:
             raise RequestError.invalid(
                 "logit_bias",
                 'logit_bias must map token ids to numbers, as in {"1234": -5}',
             )
-    return {int(token): bias for token, bias in given.items()}
+    return {int(token): bias for token, bias in biases.items()}
 
 
-def stops(given: str | list[str] | None) -> tuple[str, ...]:
+def stops(value: str | list[str] | None) -> tuple[str, ...]:
     """Stop texts, from one text or several; empty ones are left out."""
-    texts = [given] if isinstance(given, str) else given or []
+    texts = [value] if isinstance(value, str) else value or []
     return tuple(filter(None, texts))

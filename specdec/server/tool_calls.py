@@ -235,11 +235,11 @@ class CallFormat:
         if self.valid_id(id_) and id_ not in taken:
             return id_
         for salt in count(number if self.ids == "numbered" else 0):
-            made = f"functions.{name}:{salt}"
+            new_id = f"functions.{name}:{salt}"
             if self.ids == "nine":
-                made = _nine(f"{id_}:{salt}" if salt else id_)
-            if made not in taken:
-                return made
+                new_id = _nine(f"{id_}:{salt}" if salt else id_)
+            if new_id not in taken:
+                return new_id
         raise AssertionError
 
 
@@ -289,11 +289,11 @@ _DECODER = json.JSONDecoder(strict=False)  # models write raw line breaks in tex
 def _nine(text: str) -> str:
     """Nine letters and digits that depend on the text alone."""
     number = int.from_bytes(uuid.uuid5(uuid.NAMESPACE_OID, text).bytes, "big")
-    made = []
+    characters = []
     for _ in range(9):
         number, digit = divmod(number, len(_ALPHABET))
-        made.append(_ALPHABET[digit])
-    return "".join(made)
+        characters.append(_ALPHABET[digit])
+    return "".join(characters)
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:

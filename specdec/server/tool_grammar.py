@@ -184,10 +184,10 @@ class _Rules:
         """A text of a rule; special tokens are written by their numbers."""
         pattern = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if pattern else [text]
-        made = []
+        pieces = []
         for part in filter(None, parts):
             if part in self._special:
-                made.append(f"<[{self._special[part]}]>")
+                pieces.append(f"<[{self._special[part]}]>")
             else:
-                made.append(json.dumps(part.replace("$", name)))
-        return " ".join(made) or '""'
+                pieces.append(json.dumps(part.replace("$", name)))
+        return " ".join(pieces) or '""'

@@ -134,16 +134,16 @@ class OutputText:
             self._lengths[-1] = len(text)
         else:
             self._lengths.append(len(text))
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         for character in text[self._looked_at :]:
             self._state = self._stop.after(self._state, character)
             self._looked_at += 1
             if length := self._stop.matched[self._state]:
-                found.append((self._looked_at - length, -length))
-        if not found:
+                matches.append((self._looked_at - length, -length))
+        if not matches:
             return False
         # The stop text that begins first; of several there, the longest.
-        at, length = min(found)
+        at, length = min(matches)
         self._end, self.matched = at, text[at : at - length]
         return True
 

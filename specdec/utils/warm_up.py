@@ -32,13 +32,13 @@ class WarmUp:
         needed: Callable[[], bool] = lambda: True,
     ) -> None:
         """Run steps, each of which compiles something, while they are needed."""
-        begun = self._clock()
+        start = self._clock()
         slow = False
         try:
             for i, step in enumerate(steps):
                 if not needed():
                     break
-                slow = self._clock() - begun > PATIENCE
+                slow = self._clock() - start > PATIENCE
                 if slow:
                     log.info(
                         "compiling kernels for this GPU: %d of %d",
@@ -48,7 +48,7 @@ class WarmUp:
                     )
                 step()
         finally:
-            seconds = self._clock() - begun
+            seconds = self._clock() - start
             self.seconds += seconds
         if slow or seconds > PATIENCE:
             log.info("kernels for this GPU were compiled in %.1f seconds", seconds)
