@@ -19,6 +19,8 @@ from .utils.extras import INSTALL_GXX
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
+#: The most bytes of a prompt's logits, in float32, that are scored at once.
+SCORED_BYTES = 64 * 2**20
 #: The versions that the tests ran with, as in requirements.lock.
 TESTED = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
 

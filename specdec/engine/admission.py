@@ -90,7 +90,8 @@ def _needs_of(request: Request) -> RowNeeds:
 
 def row_needs(prompt_tokens: int, params: SamplingParams) -> RowNeeds:
     """The memory that a request with these parameters needs."""
-    return RowNeeds(prompt_tokens, params.max_tokens, _choosing(params))
+    scored = params.prompt_logprobs is not None
+    return RowNeeds(prompt_tokens, params.max_tokens, _choosing(params), scored)
 
 
 def _choosing(params: SamplingParams) -> Choosing:

@@ -263,11 +263,11 @@ class Session:
         checked = []
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
-                self._bounds.check(prompt, p)
+                p = self._bounds.check(prompt, p)
                 checked.append((prompt, p, self._bounds.grammar(p)))
             except (PromptError, ConfigError, MemoryLimitError) as error:
                 raise type(error)(f"prompt {i}: {error}") from error
-        return [self.add_encoded(*each) for each in checked]
+        return [self.add_encoded(*each, checked=True) for each in checked]
 
     def cancel(self, index: int) -> bool:
         """End a request with the tokens it has; the next step gives its last event.

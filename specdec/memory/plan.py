@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..backend import LOOKAHEAD, BackendDefaults
+from ..backend import LOOKAHEAD, SCORED_BYTES, BackendDefaults
 from ..cache.capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
 from .formulas import logits_bytes
 from .geometry import ModelGeometry
@@ -13,6 +13,9 @@ from .sampling_memory import GREEDY, Choosing, choosing_bytes
 
 # A search for the largest context ends here, beyond any model's positions.
 MAX_CONTEXT = 1 << 22
+# Slices that may be under way together, and copies of each that scoring holds: a dozen
+# operations, of which MLX begins about 60 ahead.
+SCORED_SLICES, SCORE_COPIES = 6, 5
 
 PARTS = (
     "target weights",
@@ -39,11 +42,13 @@ class RowNeeds:
         prompt_tokens: tokens of its prompt.
         max_tokens: the most tokens that it may generate.
         choosing: how its tokens are chosen.
+        scored: whether log-probabilities of its prompt are reported.
     """
 
     prompt_tokens: int
     max_tokens: int
     choosing: Choosing = GREEDY
+    scored: bool = False
 
     @property
     def context(self) -> int:
@@ -139,6 +144,10 @@ class MemoryPlan:
         for name, model in self._models():
             self._add(parts, name, model, rows, prompt, width, self._max_write)
         parts["activations"] += self._features(len(rows), width)
+        if scored := sum(r.scored for r in rows):
+            # In float32, a slice's logits, and what Logprobs.of makes of them.
+            chunk = logits_bytes(scored, width - 1, self.target.vocab_size, 4)
+            parts["logits"] = SCORE_COPIES * min(chunk, SCORED_SLICES * SCORED_BYTES)
         return Moment("prefill", self._with_others(parts))
 
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:

@@ -8,15 +8,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..backend import SCORED_BYTES
 from ..errors import UnsupportedModelError
 from ..models.layers import calling, with_part
 from ..models.runner import ModelRunner
 from ..models.trunk import TargetEnds
 from ..request import TokenLogprobs
 from .verifier import Logprobs
-
-#: The most bytes of the logits that are computed at once.
-_SLICE_BYTES = 64 * 2**20
 
 
 def unscored(target: ModelRunner) -> str:
@@ -51,7 +49,7 @@ class PromptScores:
         tops: Sequence[int | None],
     ):
         self._ends = TargetEnds(target.model, target.name)
-        self._slice = max(1, _SLICE_BYTES // (4 * target.vocab_size))
+        self._slice = max(1, SCORED_BYTES // (4 * target.vocab_size))
         self._prompts = prompts
         self._tops = tops
         self._states: list[mx.array] = []

@@ -11,9 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from specdec.backend import SCORED_BYTES
 from specdec.config import EngineConfig
 from specdec.engine.admission import row_needs
 from specdec.grammar import Grammar, GrammarCompiler
+from specdec.memory import plan as plan_module
 from specdec.memory.sampling_memory import (
     APART,
     COPIES,
@@ -23,6 +25,7 @@ from specdec.memory.sampling_memory import (
 )
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import prompt_scores
 from tests.byte_tokenizer import byte_tokenizer
 
 from .test_peak import fullest, loaded, measure
@@ -124,6 +127,29 @@ def test_what_choosing_holds_is_counted(
         assert planned - plan.weight_bytes <= most * (peak - plan.weight_bytes)
         if mix not in ("greedy", "bias", "min_tokens", "grammar", "logprobs"):
             assert plan.peak([replace(r, choosing=GREEDY) for r in rows]) < peak
+
+
+@pytest.mark.parametrize("slice_bytes", [SCORED_BYTES, 1 << 18])
+@pytest.mark.parametrize("top", [0, 5])
+def test_scores_of_prompts_are_counted(
+    tiny_model: Callable[..., nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+    top: int,
+    slice_bytes: int,
+) -> None:
+    """A prompt's logits, whole or in slices, of which a limit would know nothing."""
+    for module in (plan_module, prompt_scores):
+        monkeypatch.setattr(module, "SCORED_BYTES", slice_bytes)
+    target = loaded(tiny_model, "full", **SMALL)
+    config = EngineConfig(batch_size=2, num_draft_tokens=0, prefill_step_size=64)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=top)
+    requests = [Request(i, "", (5 + i,) * 130, params) for i in range(2)]
+    # The fullest of some runs: how many slices are under way depends on timing.
+    runs = [measure(target, None, config, requests) for _ in range(4)]
+    peak, plan = max(runs, key=lambda run: run[0])
+    rows = fullest(requests, 2)
+    assert plan.peak([replace(row, scored=False) for row in rows]) < peak
+    assert peak <= plan.peak(rows)
 
 
 @pytest.mark.parametrize("name", sorted(COPIES))
