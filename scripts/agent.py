@@ -28,11 +28,18 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 _NAMES = ("read_file", "write_file", "list_folder", "search", "run_tests", "ask_user")
+#: mlx_lm.server gets the BLAS that specdec has.
+_MLX_LM = """
+from specdec.utils.process import prepare_process
+prepare_process()
+from mlx_lm.server import main
+main()
+"""
 _SERVERS = {
-    "specdec": ["specdec", "serve", "--target"],
-    "specdec, answers not kept": ["specdec", "serve", "--no-prefix-answers",
+    "specdec": ["-m", "specdec", "serve", "--target"],
+    "specdec, answers not kept": ["-m", "specdec", "serve", "--no-prefix-answers",
                                   "--target"],
-    "mlx_lm.server": ["mlx_lm", "server", "--model"],
+    "mlx_lm.server": ["-c", _MLX_LM, "--model"],
 }  # fmt: skip
 
 
@@ -55,8 +62,8 @@ def _serving(command: list[str], model: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = [sys.executable, "-m", *command, model, "--port", str(port)]
-    process = subprocess.Popen(program, stderr=subprocess.DEVNULL)
+    program = [sys.executable, *command, model, "--port", str(port)]
+    process = subprocess.Popen(program, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         while process.poll() is None:
