@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from specdec.request import Request
 from specdec.spec_decode import ChainDrafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.corpus import DEPTH, SHORTEST, Corpora, Corpus
 from tests.models.folders import write_folder
-from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
-from tests.spec_decode.repetitive import make_prompts
+from tests.plain import AT_ONCE, BEHIND, engine_of, greedy, run_rows
+from tests.spec_decode.repetitive import Knowing, make_prompts
 
 K = 4
 
@@ -248,3 +249,32 @@ def test_rows_of_a_batch_learn_from_each_other(target: Any) -> None:
     for row, prompt in zip(rows, prompts, strict=True):
         assert row.tokens == greedy(target, prompt, row.params.max_tokens)
     assert drafter.corpora.nbytes
+
+
+def test_only_whole_answers_are_learnt(target: Any) -> None:
+    """What was cancelled, or failed, is proposed as if the model had said it."""
+    learnt = list[tuple[list[int], str]]()
+
+    class Learning(Knowing):
+        def remember(self, answer: Sequence[int], client: str) -> None:
+            learnt.append((list(answer), client))
+
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError
+
+    engine = engine_of(target, drafter=Learning({}), batch_size=4)
+    whole = SamplingParams(max_tokens=6, draft_corpus="me")
+    for i, params in enumerate(
+        (
+            whole,
+            replace(whole, max_tokens=50),
+            replace(whole, logits_processors=(broken,)),
+            replace(whole, verification="rejection", temperature=1.0),
+        )
+    ):
+        engine.add(Request(i, "", (5, 6 + i), params))
+    while engine.busy:
+        engine.step()
+        if learnt:
+            engine.cancel(1)
+    assert learnt == [(greedy(target, [5, 6], 6), "me")]
