@@ -360,7 +360,9 @@ def _load_folder_or_hub(
         if dtype is not None:
             cast(model, dtype)
             config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
-        mx.eval(model.parameters())
+        # Layers begin with random weights that are never computed. A state that is not
+        # computed either holds all draws before it.
+        mx.eval(model.parameters(), mx.random.state)
     check_tokenizer(tokenizer, source)
     tokenizer = ExactTokenizerWrapper.like(tokenizer)
     return LoadedModel(model, tokenizer, config, source, folder=folder)

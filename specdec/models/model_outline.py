@@ -130,6 +130,7 @@ def outline(
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
                 conversions.casting(before, weights_of(model), wanted)
+    mx.eval(mx.random.state)  # see specdec.models.loading
     _fit(model, conversions)
     return ModelOutline(model, config, name, conversions.peak(model), path)
 

