@@ -94,8 +94,8 @@ call = message.tool_calls[0]
 result = {"role": "tool", "tool_call_id": call.id,
           "content": weather(call.function.parsed_arguments.city)}
 messages += [message.model_dump(exclude_none=True), result]
-made = client.chat.completions.create(model="tiny", messages=messages, tools=tools)
-print(made.choices[0].message.content)
+answer = client.chat.completions.create(model="tiny", messages=messages, tools=tools)
+print(answer.choices[0].message.content)
 '''),
     Client("anthropic", "messages, tool_runner", '''
 import anthropic
@@ -174,9 +174,9 @@ from pydantic import BaseModel
 class weather(BaseModel):
     city: str
 client = instructor.from_openai(openai.OpenAI(base_url=URL + "/v1", api_key="x"))
-made = client.chat.completions.create(model="tiny", response_model=weather,
+record = client.chat.completions.create(model="tiny", response_model=weather,
     messages=[{"role": "user", "content": "weather?"}])
-print("it was 21 degrees in " + made.city)
+print("it was 21 degrees in " + record.city)
 '''),
     Client("dspy", "Predict", '''
 import dspy
@@ -193,9 +193,9 @@ class Weather(BaseModel, extra="forbid"):
     city: Literal["Bonn"]
 client = openai.OpenAI(base_url=URL + "/v1", api_key="x")
 model = outlines.from_vllm(client, "tiny")
-made = Weather.model_validate_json(model("weather?", Weather, max_tokens=400))
+record = Weather.model_validate_json(model("weather?", Weather, max_tokens=400))
 assert model("weather?", CFG(\'start: "a"\')) == "a"
-choices = Literal[f"it was {made.degrees} degrees in {made.city}"]
+choices = Literal[f"it was {record.degrees} degrees in {record.city}"]
 print("".join(model.stream("weather?", choices)))
 ''', formed=True),
     Client("guidance openai", "its vLLM backend: select, JSON, gen", '''

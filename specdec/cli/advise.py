@@ -134,11 +134,11 @@ def advise(
             costs.add(decoder.measure_forwards(b))
             progress.add(1, what=f"timing forwards of {b}")
     most = min(MAX_AUTO_DRAFT_TOKENS, decoder.max_proposals or MAX_AUTO_DRAFT_TOKENS)
-    found, sure = _advice(results, costs, sizes, most)
+    advice, sure = _advice(results, costs, sizes, most)
     names = decoder.target_name, decoder.draft_name
     longest = decoder.max_draft_tokens
     del decoder, events
-    division = _divide(loading, found, devices, quiet=quiet)
+    division = _divide(loading, advice, devices, quiet=quiet)
     if as_json:
         record = {
             "target": names[0],
@@ -148,9 +148,9 @@ def advise(
             "prompts_file": file,
             "rounds": stats.row_rounds,
             "machine": describe(),
-            **asdict(found),
-            "verdict": found.verdict,
-            "worth_it": found.worth_it,
+            **asdict(advice),
+            "verdict": advice.verdict,
+            "worth_it": advice.worth_it,
             **asdict(sure),
             "sure": sure.sure,
         }
@@ -166,17 +166,17 @@ def advise(
         f"{counted(stats.row_rounds, 'round')} of up to "
         f"{counted(longest, 'draft token')}\n"
     )
-    show(_table(found))
+    show(_table(advice))
     show(f"\nfrom {counted(len(results), 'prompt')}: {sure.words}")
     if division is not None:
         if division.alone:
             show(f"\n{_division_table(division)}")
         show(f"{division.devices} devices: {division.verdict}")
-    show(f"verdict{'' if sure.sure else ' (unsure)'}: {found.verdict}")
+    show(f"verdict{'' if sure.sure else ' (unsure)'}: {advice.verdict}")
 
 
 def _divide(
-    loading: Mapping[str, Any], found: Advice, devices: int | None, *, quiet: bool
+    loading: Mapping[str, Any], advice: Advice, devices: int | None, *, quiet: bool
 ) -> Division | None:
     """Time the advised rounds on one device and on several; ``None``: there is one."""
     import mlx.core as mx
@@ -189,7 +189,7 @@ def _divide(
         return None
     batches = tuple(
         (p.num_rows, p.best if p.speedup[p.best] >= WORTH_IT else 0)
-        for p in found.predictions
+        for p in advice.predictions
     )
     gc.collect()  # the models leave the device
     mx.clear_cache()
@@ -269,7 +269,7 @@ def _advice(
     from ..tools.advice import advise as advice_of
     from ..tools.advice import survival_of
 
-    def advice(rows: Sequence[GenerationResult]) -> Advice:
+    def advice_from(rows: Sequence[GenerationResult]) -> Advice:
         def summed(lists: Iterable[list[int]]) -> list[int]:
             return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
@@ -281,22 +281,22 @@ def _advice(
         )
         return advice_of(survival, costs, sizes, most)
 
-    found = advice(results)
+    advice = advice_from(results)
     # The best setting that drafts, even if none is worth it.
     settings = [
         (speedup, n, k)
-        for n, p in enumerate(found.predictions)
+        for n, p in enumerate(advice.predictions)
         for k, speedup in enumerate(p.speedup)
         if k
     ]
     _, n, k = max(settings)
     draw = Random(0)
-    drawn = [advice(draw.choices(results, k=len(results))) for _ in range(_DRAWS)]
+    drawn = [advice_from(draw.choices(results, k=len(results))) for _ in range(_DRAWS)]
     speedups = sorted(each.predictions[n].speedup[k] for each in drawn)
     low, high = speedups[_DRAWS // 20], speedups[-1 - _DRAWS // 20]
-    same = sum(each.worth_it == found.worth_it for each in drawn) / _DRAWS
+    same = sum(each.worth_it == advice.worth_it for each in drawn) / _DRAWS
     rounds = sum(result.rounds for result in results)
-    return found, _Sureness((low, high), same, len(results), rounds)
+    return advice, _Sureness((low, high), same, len(results), rounds)
 
 
 def _division_table(division: Division) -> str:
@@ -317,17 +317,17 @@ def _division_table(division: Division) -> str:
     return text_table(rows, align="right")
 
 
-def _table(found: Advice) -> str:
+def _table(advice: Advice) -> str:
     def numbers(values: Iterable[float], mark: int = -1) -> list[str]:
         return [f"{x:.2f}{'*' if i == mark else ' '}" for i, x in enumerate(values)]
 
-    most = len(found.survival)
-    beyond = f" (extrapolated beyond {found.measured})" * (found.measured < most)
+    most = len(advice.survival)
+    beyond = f" (extrapolated beyond {advice.measured})" * (advice.measured < most)
     rows = [
         ["draft tokens k", *(f"{k} " for k in range(most + 1))],
-        ["rounds accepting at least k", *numbers([1.0, *found.survival])],
+        ["rounds accepting at least k", *numbers([1.0, *advice.survival])],
     ]
-    for p in found.predictions:
+    for p in advice.predictions:
         rows += [
             [f"batch {p.num_rows}: verify, in plain steps", *numbers(p.verify)],
             [f"batch {p.num_rows}: predicted speed-up", *numbers(p.speedup, p.best)],
@@ -339,7 +339,7 @@ def _table(found: Advice) -> str:
             if p.draft_once
             else f"a draft step {p.draft_step:.2f} of it"
         )
-        for p in found.predictions
+        for p in advice.predictions
     ]
     shares = f"share of rounds accepting at least k tokens{beyond}; * is the best k"
     return "\n".join([shares, text_table(rows, align="right"), "", *steps])

@@ -67,11 +67,11 @@ def verify(folder: Path) -> None:
     needed.
     """
     audit = _audit(folder, contents=True)
-    kept = remove(folder, list(audit.damaged))
+    failures = remove(folder, list(audit.damaged))
     for name, reason in audit.damaged.items():
-        show(f"{'damaged' if name in kept else 'removed'} {name}: {reason}")
+        show(f"{'damaged' if name in failures else 'removed'} {name}: {reason}")
     show(f"{_entries(len(audit.sound))}, {format_size(audit.nbytes)}: verified")
-    _complain(folder, kept)
+    _complain(folder, failures)
     if audit.damaged:
         sys.exit(FAILURE)
 
@@ -82,17 +82,17 @@ def clear(folder: Path) -> None:
     """Remove all entries of DIR; other files stay."""
     audit = _audit(folder)
     names = [*(file.name for file in audit.sound), *audit.damaged]
-    kept = remove(folder, names)
-    show(f"removed {_entries(len(names) - len(kept))}")
-    _complain(folder, kept)
+    failures = remove(folder, names)
+    show(f"removed {_entries(len(names) - len(failures))}")
+    _complain(folder, failures)
 
 
-def _complain(folder: Path, kept: dict[str, str]) -> None:
+def _complain(folder: Path, failures: dict[str, str]) -> None:
     """Fail if entries could not be removed."""
-    if not kept:
+    if not failures:
         return
-    name, reason = next(iter(kept.items()))
-    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    name, reason = next(iter(failures.items()))
+    more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
     raise click.ClickException(
         f"{name}{more} could not be removed from {folder}: {reason}"
     )

@@ -68,7 +68,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Models": (
         "dtype", "adapter_path", "draft_adapter_path", "revision", "may_download",
-        "trust_remote_code", "tensor_parallel", "system_prompt", "prefill_response",
+        "trust_remote_code", "tensor_parallel", "devices", "system_prompt",
+        "prefill_response",
         "chat_template", "chat_template_config", "ignore_chat_template",
         "begin_with", "kind", "form", "block_size", "layers", "widen", "bits",
         "layers_only",

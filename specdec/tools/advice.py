@@ -131,7 +131,9 @@ class Division:
         gains = zip(self.batches, self.speedup, strict=True)
         faster = [str(rows) for (rows, _), gain in gains if gain >= WORTH_IT]
         if not faster:
-            return f"one is faster: for more requests use --replicas {self.devices}"
+            return (
+                f"no faster than one: for more requests use --replicas {self.devices}"
+            )
         return (
             f"--tensor-parallel {self.devices} is up to {max(self.speedup):.2f} times "
             f"as fast, at batch {', '.join(faster)}; for more requests at once use "

@@ -148,7 +148,9 @@ def test_when_to_divide_a_target() -> None:
         "--tensor-parallel 2 is up to 1.50 times as fast, at batch 1;" in mixed.verdict
     )
     worse = Division(4, batches[:1], (0.005,), (0.006,))
-    assert worse.verdict == "one is faster: for more requests use --replicas 4"
+    assert worse.verdict == "no faster than one: for more requests use --replicas 4"
+    equal = Division(2, batches[:1], (0.0102,), (0.01,))
+    assert equal.verdict.startswith("no faster than one")
 
 
 def result(drafted: int, accepted: int) -> GenerationResult:
