@@ -434,7 +434,7 @@ class Engine:
             target = target.in_steps(step)
         elif running and self._backend.prefills_by_layers and self._rehearsal.alone:
             # Elsewhere nothing waits for a chunk, and ranks have clocks of their own.
-            target = paced = target.in_steps(self._pace.step)
+            target = paced = target.in_steps(self._pace.most)
         drafts = drafter is not None and self._may_draft(running, requests)
         for request in requests:
             request.kv_bits, request.drafts = target.options.kv_bits, drafts
@@ -449,6 +449,8 @@ class Engine:
             self._in_flight,
             joining_slots,
         )
+        if paced is not None:  # only now: its caches take the widest chunk
+            paced.prefill_step_size = self._pace.step
         self._joining = _Joining(batch, batch.prefill(), slots, paced)
 
     def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:

@@ -423,6 +423,8 @@ class ModelRows:
         while done != lengths:
             rest = [n - d for n, d in zip(lengths, done, strict=True)]
             width = self.runner.chunk(max(rest), len(rest))
+            # After narrower chunks, padding could pass the end of the caches.
+            width = min(width, self.max_length - done[rest.index(max(rest))])
             valid = [min(n, width) for n in self._before_stops(rest, done)]
             valid = self._images.whole(done, valid)
             if max(valid) > width:

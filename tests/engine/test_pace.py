@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from specdec import SamplingParams
-from specdec.engine.engine import Pace
+from specdec.engine.engine import Engine, Pace
 from specdec.models.runner import ModelRows
 from specdec.request import Request
 from tests.plain import BEHIND, engine_of, greedy
@@ -57,3 +58,39 @@ def test_a_slow_chunk_is_followed_by_narrower_ones(
     assert wide[:3] == ([128, 64, 32] if beside else [128, 128])
     assert long.tokens == greedy(target, LONG, 9)
     assert short.tokens == greedy(target, [5, 6], 60)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_prompts_fit_their_caches_at_any_pace(
+    tiny_model: Any, windowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings made for a narrow chunk refuse wider ones; padding passes a cache's end."""
+    window = {"sliding_window": 24, "sliding_window_pattern": 2}
+    model = tiny_model("gemma3_text", **window) if windowed else tiny_model("llama")
+    errors: list[Exception] = []
+    part = Engine._part
+
+    def noted(self: Engine, requests: list[Request], error: Exception) -> None:
+        errors.append(error)
+        part(self, requests, error)
+
+    monkeypatch.setattr(Engine, "_part", noted)
+    # Chunks of 128, 64, 32, 64 and 128 tokens: the last begins within a bucket.
+    seconds = cycle((9.0, 9.0, 0.01, 0.01, 0.01))
+    taken = Pace.take
+    monkeypatch.setattr(Pace, "take", lambda self, _: taken(self, next(seconds)))
+    engine = engine_of(model, None, backend=BY_LAYERS, prefill_step_size=128)
+    decoding = Request(0, "", (5, 6), SamplingParams(max_tokens=200))
+    engine.add(decoding)
+    for number, size in enumerate((370, 380, 390), start=1):
+        while len(decoding.tokens) < 5:
+            engine.step()
+        joining = Request(
+            number, "", tuple(LONG * 2)[:size], SamplingParams(max_tokens=2)
+        )
+        engine.add(joining)
+        while joining.finish_reason is None:
+            engine.step()
+        assert joining.tokens == greedy(model, joining.prompt_tokens, 2)
+    assert not errors
+    assert decoding.finish_reason is None
