@@ -55,8 +55,6 @@ class Sampling(Record):
 
     elsewhere: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
-        "repeat_penalty": "repetition_penalty",
-        "repeat_last_n": "repetition_context_size",
         "thinking_token_budget": "max_thinking_tokens",
     }
     accepted = frozenset(
@@ -82,6 +80,9 @@ class Sampling(Record):
         "length_penalty": Refused("there is no beam search", (1,)),
         "logits_processors": Refused("nothing is run here", ([],)),
         "n_probs": Refused("use logprobs", (0,)),
+        # llama.cpp's names, with the values that its clients send by default.
+        "repeat_penalty": Refused("did you mean repetition_penalty?", (1,)),
+        "repeat_last_n": Refused("did you mean repetition_context_size?", (0, 64, -1)),
         # Samplers of llama.cpp, with the values that turn them off.
         **dict.fromkeys(
             ("dry_multiplier", "dynatemp_range", "mirostat"),

@@ -164,6 +164,8 @@ MORE: Cases = {
     "n_probs": Refused(3),
     "tfs_z": Refused(0.9),
     "typical_p": Refused(0.9),
+    "repeat_penalty": Refused(1.1),
+    "repeat_last_n": Refused(32),
     **dict.fromkeys(
         (
             "cache_prompt",
