@@ -195,7 +195,7 @@ class Request:
         """
         if self.finish_reason is not None:
             return 0
-        used, left = 0, self.params.max_tokens - len(self.tokens)
+        used, left = 0, self.remaining
         # Without any left, only the prompt was to be scored.
         ending: _Ending | None = None if left else ("length", None)
         self.newest = len(tokens)
