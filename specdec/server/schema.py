@@ -148,7 +148,8 @@ class Record(BaseModel):
         if len(notes.ignored) == _MOST_UNKNOWN:
             code, rest = "unknown_parameter", "is one of too many unknown fields"
             _refuse(name, code, f"{rest}: leave them out")
-        near = cls.elsewhere.get(name) or nearest(name[:100], cls.known(), cutoff=0.75)
+        taken = cls.known() - cls.refused.keys()
+        near = cls.elsewhere.get(name) or nearest(name[:100], taken, cutoff=0.75)
         if not notes.strict and (near is None or not cls.guesses):
             notes.ignored.append(path)
             return

@@ -376,3 +376,10 @@ def test_settings_of_other_servers(server: Running) -> None:
             made = post(server, path, **{name: 2})
             assert made.status_code == 400
             assert f"did you mean {meant}?" in made.json()["error"]["message"]
+
+
+def test_no_refused_field_is_suggested(server: Running) -> None:
+    """A client that follows a suggestion meets the next refusal."""
+    made = post(server, "chat/completions", thinking={"type": "enabled"})
+    assert made.status_code == 200, made.text
+    assert made.headers["x-specdec-ignored"] == "thinking"
