@@ -14,7 +14,7 @@ from .kinds import BatchChunkedKVCache, BatchKVCache, BatchRotatingKVCache
 from .members import BatchCacheList, members
 from .memo import Memo
 from .recurrent import BatchRecurrentCache
-from .storage import numbers, put_rows
+from .storage import put_rows
 
 __all__ = [
     "BatchCache",
@@ -30,7 +30,6 @@ __all__ = [
     "make_batch_caches",
     "maybe_quantize",
     "members",
-    "numbers",
     "place_caches",
     "put_rows",
     "reads_boolean_masks",

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..errors import CacheError
 from .core import CacheCore, RowCounts
 from .positions import positions_after, whole
-from .storage import Arrays, numbers, put_rows, rows_at
+from .storage import Arrays, put_rows, rows_at
 
 C = TypeVar("C", bound="BatchCache")
 # Columns of a row, their positions (ascending), and how many tokens the row has.
@@ -88,7 +88,9 @@ class BatchCache(CacheCore):
                 raise CacheError(
                     f"filter got rows {indices}: the batch has {self.batch_size}"
                 )
-            rows = numbers(indices)
+            rows = self._memo.get(
+                "rows", (), tuple(indices), lambda: mx.array(indices, mx.int32)
+            )
         self._storage.take_rows(rows)
         if rows.shape[0] == 0:  # forget what the host knew about the rows
             self._longest, self._uniform = 0, True
@@ -142,7 +144,7 @@ class BatchCache(CacheCore):
         def index(array: mx.array) -> mx.array:
             def places() -> mx.array:
                 alone = len(rows) == 1
-                return numbers(rows) if alone else rows_at(rows, array)
+                return mx.array(list(rows)) if alone else rows_at(rows, array)
 
             return self._memo.get(("places", array.shape[1:]), (), tuple(rows), places)
 

@@ -39,7 +39,7 @@ from .positions import (
     whole,
 )
 from .ring import Ring
-from .storage import Arrays, Codec, DenseCodec, QuantizedCodec, Storage, numbers
+from .storage import Arrays, Codec, DenseCodec, QuantizedCodec, Storage
 
 RowCounts = mx.array | Sequence[int]
 Options = Mapping[str, int | None]
@@ -529,7 +529,9 @@ class CacheCore:
             values = [whole("a count of tokens to trim", v) for v in n]
             fewest, at_most = min(values, default=0), max(values, default=0)
             at_least("tokens to trim", fewest, 0)
-            counts = numbers(values)
+            counts = self._memo.get(
+                "counts", (), tuple(values), lambda: mx.array(values, mx.int32)
+            )
         if counts.shape != self.offset.shape:
             raise CacheError(
                 f"trim_per_sequence got shape {tuple(counts.shape)}: "

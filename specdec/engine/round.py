@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..backend import LOOKAHEAD, BackendDefaults
-from ..cache import numbers
 from ..errors import DrafterError
 from ..models.runner import ModelRows
 from ..parallel import Ranks
@@ -290,6 +289,8 @@ class Rounds:
         # The most tokens after a row's own that drafts may have left in its caches.
         self._stale = 0
         self._spoiled = _Spoiled()
+        # The limits of the last round as an array; most rounds use it again.
+        self._last: tuple[tuple[int, ...], mx.array] = (), mx.array([], mx.int32)
 
     @property
     def unfinished(self) -> list[Request]:
@@ -419,7 +420,9 @@ class Rounds:
         logits = self._target.forward(inputs)
         self._observer.built("verify", logits)
 
-        limit = numbers(plan.limits)
+        if self._last[0] != plan.limits:
+            self._last = plan.limits, mx.array(plan.limits, mx.int32)
+        limit = self._last[1]
         if not plan.exact:  # the device knows which rows are too long
             fits = committed.lengths <= self._longest
             limit = mx.where(fits, limit, mx.minimum(limit, 0))

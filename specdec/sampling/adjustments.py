@@ -66,13 +66,12 @@ class Adjustments:
     Args:
         bias: shape (B, 1, V), or ``None``.
         early: tokens that must not end a row yet, shape (B, 1, V), boolean.
-        first_end: the first position at which these tokens may end a row, shape (B, 1);
-            ``None`` without ``early``.
+        first_end: the first position at which these tokens may end a row, shape (B, 1).
     """
 
     bias: mx.array | None
     early: mx.array | None
-    first_end: mx.array | None
+    first_end: mx.array
     repetition: Penalty | None
     presence: Penalty | None
     frequency: Penalty | None
@@ -101,7 +100,7 @@ class Adjustments:
                 if any(ends)
                 else None
             ),
-            first_end=mx.array(first_end)[:, None] if any(ends) else None,
+            first_end=mx.array(first_end)[:, None],
             repetition=Penalty.of(
                 [(p.repetition_penalty, p.repetition_context_size) for p in params], 1.0
             ),
@@ -139,7 +138,7 @@ class Adjustments:
         if (penalty := self.frequency) is not None:
             counts = penalty.counts(windows, vocab_size).astype(dtype)
             logits = logits - counts * penalty.per_row(dtype)
-        if self.early is not None and self.first_end is not None:
+        if self.early is not None:
             too_early = (positions < self.first_end)[..., None]
             refused = too_early & self.early[..., :vocab_size]
             logits = mx.where(refused, -float("inf"), logits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
 
@@ -23,16 +22,18 @@ class RowSampling:
     """The settings of the rows of a batch.
 
     Args:
-        temperatures: of each row; 0 is greedy.
-        seeds: of each row, unsigned, 32 bits.
+        temperature: shape (B,), float32; 0 is greedy.
+        seed: shape (B,), uint32.
+        greedy: no row samples, so no noise is needed.
         filters: each filter in use, with the rows that it applies to; ``None``: all.
         adjustments: bias, penalties, min_tokens; ``None`` if no row has any.
         context_size: how many of a row's newest tokens the next choice needs.
         vocab_size: V, the target's number of logits.
     """
 
-    temperatures: tuple[float, ...]
-    seeds: tuple[int, ...]
+    temperature: mx.array
+    seed: mx.array
+    greedy: bool
     filters: tuple[tuple[Filter, mx.array | None], ...]
     adjustments: Adjustments | None
     context_size: int
@@ -66,8 +67,9 @@ class RowSampling:
                 rows.setdefault(Filter.of(p), []).append(row)
         rows.pop(Filter(), None)
         return cls(
-            temperatures=tuple(p.temperature for p in params),
-            seeds=tuple(p.seed_key for p in params),
+            temperature=mx.array([p.temperature for p in params], mx.float32),
+            seed=mx.array([p.seed_key for p in params], mx.uint32),
+            greedy=all(p.temperature == 0 for p in params),
             filters=tuple(
                 (f, None if len(r) == len(params) else mx.array(r))
                 for f, r in rows.items()
@@ -80,21 +82,6 @@ class RowSampling:
             context_size=max([TAIL, *contexts]),
             vocab_size=vocab_size,
         )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether no row samples, so that no noise is needed."""
-        return not any(self.temperatures)
-
-    @cached_property  # greedy rows need neither array: each is a copy to the device
-    def temperature(self) -> mx.array:
-        """Of each row, shape (B,), float32."""
-        return mx.array(self.temperatures, mx.float32)
-
-    @cached_property
-    def seed(self) -> mx.array:
-        """Of each row, shape (B,), uint32."""
-        return mx.array(self.seeds, mx.uint32)
 
     def draws(self, first: mx.array, num_tokens: int) -> Draws:
         """The random draws of every row's next tokens.

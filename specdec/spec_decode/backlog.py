@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from ..cache import numbers, put_rows
+from ..cache import put_rows
 
 # After so many rounds, their tokens are joined to one array.
 _COMPACT = 64
@@ -147,7 +147,7 @@ class Backlog:
         self.counts = [self.counts[i] for i in rows]
         self._idle = {new for new, i in enumerate(rows) if i in self._idle}
         if before:
-            tokens = self._compact()[numbers(rows)]
+            tokens = self._compact()[mx.array(list(rows), mx.int32)]
             self._hold(tokens[:, before - self.width :])
 
     def extend(self, other: Backlog) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..backend import defaults
-from ..cache import numbers, put_rows
+from ..cache import put_rows
 from ..cuda import commit_kernel
 from ..models.kernel_proofs import kept_proofs
 from .rejection_sampler import count_kept, next_recent
@@ -62,7 +62,7 @@ class Committed:
 
     def only(self, rows: Sequence[int]) -> Committed:
         """The given rows, in that order."""
-        which = numbers(rows)
+        which = mx.array(list(rows), mx.int32)
         return Committed(self.recent[which], self.lengths[which])
 
     def within(self, width: int) -> Committed:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache import numbers, put_rows
+from ..cache import put_rows
 from ..models.draft_heads import BlockHead, DraftHead
 from ..models.draft_heads.layers import HeadAttention
 from ..models.runner import ModelRows, ModelRunner
@@ -108,7 +108,7 @@ class StateRows(DraftRows):
         self._state = mx.where((kept > 0)[:, None, None], new, state)
 
     def filter(self, rows: Sequence[int]) -> None:
-        self._state = self._state[numbers(rows)]
+        self._state = self._state[mx.array(list(rows), mx.int32)]
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +132,7 @@ class AssistantRows(StateRows):
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
         """Keep the state of the last token of a chunk of the prompts."""
-        kept = numbers(lengths)
+        kept = mx.array(list(lengths))
         self._keep(self._drafter.head.absorb(hidden, following, []), kept)
         mx.async_eval(self._state)
 
@@ -199,7 +199,7 @@ class HeadRows(StateRows):
     ) -> None:
         """Write the context of a chunk of the prompts."""
         outputs = self._rows.call("absorb", hidden, following, lengths=lengths)
-        self._keep(outputs, numbers(lengths))
+        self._keep(outputs, mx.array(list(lengths)))
         self._evaluate()
 
     def _evaluate(self) -> None:

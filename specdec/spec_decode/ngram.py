@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..backend import defaults
-from ..cache import numbers, put_rows
+from ..cache import put_rows
 from ..cuda import ngram_kernel
 from ..errors import ConfigError
 from ..models.kernel_proofs import kept_proofs
@@ -208,7 +208,7 @@ class NgramRows(DraftRows):
         self._longest = longest
 
     def filter(self, rows: Sequence[int]) -> None:
-        self._ring = self._ring[numbers(rows)]
+        self._ring = self._ring[mx.array(list(rows), mx.int32)]
 
     def extend(self, other: NgramRows) -> None:
         self._longest = max(self._longest, other._longest)

@@ -94,8 +94,8 @@ def test_frequencies_follow_the_filtered_softmax(
     one = RowSampling.of([params], vocab_size=6)
     rows = replace(
         one,
-        temperatures=one.temperatures * draws,
-        seeds=tuple(range(draws)),
+        temperature=mx.broadcast_to(one.temperature, (draws,)),
+        seed=mx.arange(draws).astype(mx.uint32),
     )
     logits = mx.broadcast_to(mx.array(LOGITS), (draws, 1, 6))
     logits = Filter.of(params).apply(logits)
