@@ -743,7 +743,8 @@ def inhabit(world: World, rng: random.Random, requests: int, counts: Counts) -> 
     gc.collect()
     before = mx.get_active_memory()
     broken: Client | None = None
-    apart = random.Random(str(world))
+    # Not of the whole world, whose record gets new fields.
+    apart = random.Random(f"{world.kind} {world.draft} {counts.worlds}")
     if apart.random() < 0.5:
         broken = Client(world, apart, counts)
         broken.run_into(requests // 4)
