@@ -438,7 +438,10 @@ FAULTS = {
         "if (at >= N || i >= count) continue;\n        const",
         "if (at > N || i >= count) continue;\n        const",
     ),
-    "blocks that begin late": ("begin = turns * piece", "begin = (turns + 2) * piece"),
+    "blocks that begin late": (
+        "int begin = turns * piece",
+        "int begin = (turns + 2) * piece",
+    ),
     "the wrong side is laid": ("laid[side ^ 1]", "laid[side]"),
     "too soon read": ("        }\n        __syncthreads();\n", "        }\n"),
     "no bias": ("bias_ndim == 1", "bias_ndim == 3"),

@@ -260,6 +260,11 @@ def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) 
 
     Of warnings, a server shows five of a kind in a minute.
     """
+
+    def logged() -> list[str]:
+        records = caplog.records
+        return [r.getMessage() for r in records if r.name == "specdec.requests"]
+
     guard.limit_log()
     with running(decoder, log_requests=True, api_keys=("k",)) as server:
         with httpx.Client(base_url=server.url, headers={"x-api-key": "k"}) as client:
@@ -271,8 +276,8 @@ def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) 
             client.post("/v1/completions", content=b"{")
             client.get("/v1/models")
             client.get("/v1/a%0Ab", headers={"x-api-key": "wrong"})
-        until(lambda: len(caplog.records) >= 33)
-    lines = [r.getMessage() for r in caplog.records if r.name == "specdec.requests"]
+        until(lambda: len(logged()) >= 33)
+    lines = logged()
     answered = (
         r"\d+\.\d\d s: answered, \d+ prompt tokens .* 4 generated, \d of \d draft"
     )
