@@ -32,7 +32,7 @@ def test_each_position_of_a_prompt(
     slice_bytes: int,
 ) -> None:
     """A token is scored by the logits of another position, row or chunk."""
-    monkeypatch.setattr(prompt_scores, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(prompt_scores, "SCORED_BYTES", slice_bytes)
     model = tiny_model(architecture, seed=3)
     store = PrefixStore(block_size=4, memory=10**7)
     runner = ModelRunner(model, "it", EngineConfig(prefill_step_size=8), AT_ONCE, store)
