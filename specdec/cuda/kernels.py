@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any
 
 import mlx.core as mx
+
+from . import kernel_files
 
 # Ends of parts that a kernel gets at least: 16 bytes, see last_columns.
 _FEWEST_ENDS = 4
@@ -101,15 +104,31 @@ def cuda_kernel(
     """
     source, header = _shortened(source), _shortened(header)
     # MLX finds compiled kernels by name.
-    version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    return mx.fast.cuda_kernel(
-        name=f"specdec_{name}_{version}",
+    whole = header + source + kernel_files.architecture()
+    version = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    name = f"specdec_{name}_{version}"
+    kernel = kernel_files.Kernel(name, header, source, inputs, outputs)
+    launch = mx.fast.cuda_kernel(
+        name=name,
         input_names=list(inputs),
         output_names=list(outputs),
         source=source,
         header=header,
         ensure_row_contiguous=copies_views,
     )
+    placed: set[tuple[Any, ...]] = set()
+
+    def run(
+        *, inputs: Any, output_dtypes: Any, template: Sequence[Any] = (), **call: Any
+    ) -> Any:
+        # A template says the types of all inputs.
+        if (form := tuple(template)) not in placed:
+            kernel_files.place(kernel, inputs, output_dtypes, template)
+            placed.add(form)
+        call |= {"inputs": inputs, "output_dtypes": output_dtypes}
+        return launch(template=list(template), **call)
+
+    return run
 
 
 # Spaces beside these separate no two tokens.

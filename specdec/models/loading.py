@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..cuda import (
     skinny_matmul,
 )
 from ..cuda.fused_linear import choices_of, join_products
+from ..cuda.kernel_files import compile_together
 from ..errors import ConfigError
 from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks, differing, launched_rank
@@ -227,7 +229,8 @@ def fit(model: Any) -> None:
             rotated_heads,
         )
         with kept_proofs():
-            warm_up.run([proof for part in parts for proof in part.proofs_of(model)])
+            proofs = [proof for part in parts for proof in part.proofs_of(model)]
+            warm_up.run([partial(compile_together, proofs), *proofs])
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,35 @@ def kept_path(name: str) -> Path:
         with suppress(RuntimeError):
             folder = Path.home() / ".cache"
     return folder / "specdec" / name
+
+
+def private_folder(name: str) -> Path:
+    """A folder in the user's cache folder for code that is run; nobody else writes it.
+
+    Raises:
+        OSError: it cannot be made, or others can write to it.
+    """
+    path = kept_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Links above it are followed here, and not later, when they may have changed.
+    path = path.parent.resolve() / path.name
+    path.mkdir(mode=0o700, exist_ok=True)
+    entry = path.lstat()
+    safe = stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.geteuid()
+    if not safe or entry.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "it is not this user's alone", str(path))
+    for folder in path.parents:
+        if _others_write(folder.lstat()):
+            raise PermissionError(errno.EPERM, "others can write to it", str(folder))
+    return path
+
+
+def _others_write(entry: os.stat_result) -> bool:
+    """Whether others can replace what is in a folder."""
+    # Many systems give each user a group of their own.
+    group = 0 if entry.st_gid == os.getegid() else stat.S_IWGRP
+    writers = entry.st_mode & (stat.S_IWOTH | group)
+    return bool(writers) and not entry.st_mode & stat.S_ISVTX
 
 
 class KeptEntries:

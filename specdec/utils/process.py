@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import platform
 import resource
 import subprocess
 import sys
 from functools import cache
+from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..errors import reason_of
 from .blas import load_blas, mlx_is_for_cpu
 from .child import child_environment
+from .kept import private_folder
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+log = logging.getLogger("specdec.process")
+
+_VISIBLE, _KERNELS = "CUDA_VISIBLE_DEVICES", "MLX_PTX_CACHE_DIR"
 _COUNT = "import mlx.core as mx; print(mx.device_count(mx.DeviceType.gpu))"
 # Seconds that counting the devices may take: each is initialised.
 _COUNTING = 120
@@ -32,6 +41,8 @@ def prepare_process() -> None:
     - mlx-lm may raise the limit of open files, and not lower it.
     - CUDA sees one device: the first of those that the user left visible. With
       several, an array made from a list can fail (docs/devices.md).
+    - MLX keeps compiled CUDA kernels in a folder of the user's, not in one of the
+      system's temporary files, which others may have made.
     - A CPU multiplies with OpenBLAS (:func:`~specdec.utils.blas.load_blas`).
     """
     sys.meta_path.insert(0, _FileLimit())
@@ -39,7 +50,36 @@ def prepare_process() -> None:
         visible = os.environ.get(_VISIBLE)
         _user_visible.append(visible)
         os.environ[_VISIBLE] = "0" if visible is None else visible.split(",")[0]
+        if not os.environ.get(_KERNELS):
+            os.environ[_KERNELS] = _kernel_folder()
     load_blas()
+
+
+def _kernel_folder() -> str:
+    """Where MLX keeps compiled kernels: a folder for each MLX and kind of GPU.
+
+    Where no folder is safe, a path that cannot exist: MLX keeps nothing.
+    """
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
+    kinds = {line.partition(":")[2].strip() for line in lines if line[:6] == "Model:"}
+    facts = [platform.machine(), *(sorted(kinds) or [platform.node()])]
+    if len(kinds) > 1:  # CUDA's numbers are not those of the driver
+        facts.append(os.environ[_VISIBLE])
+    try:
+        facts.append(metadata.version("mlx"))
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return str(private_folder(f"cuda-{digest}"))
+    except metadata.PackageNotFoundError:
+        pass
+    except OSError as error:
+        log.warning(
+            "compiled kernels are not kept (%s): each process compiles them again. "
+            "Let only this user write to it, or set %s",
+            reason_of(error),
+            _KERNELS,
+        )
+    return str(Path(os.devnull, "none"))
 
 
 def may_use_cuda() -> bool:

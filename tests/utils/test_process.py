@@ -131,6 +131,45 @@ def test_a_program_that_has_mlx_keeps_its_devices(tmp_path: Path) -> None:
     assert run_with_gpus(["-c", program], "1,2", tmp_path) == ("1,2\n", ["1,2"])
 
 
+KERNELS = (
+    "import os\n"
+    "from specdec.utils.process import prepare_process\n"
+    "prepare_process()\n"
+    "import mlx.core\n"
+    "print(os.environ['MLX_PTX_CACHE_DIR'])"
+)
+
+
+def test_compiled_kernels_are_kept_in_a_folder_of_the_user_s(tmp_path: Path) -> None:
+    """MLX's own is one that another user may have made, with code of theirs."""
+    output, _ = run_with_gpus(["-c", KERNELS], None, tmp_path)
+    folder = Path(output.strip())
+    assert folder.parent == tmp_path / "cache" / "specdec"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_user_s_folder_of_kernels_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/some/where")
+    assert run_with_gpus(["-c", KERNELS], None, tmp_path)[0] == "/some/where\n"
+
+
+def test_no_kernel_is_read_that_others_could_write(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so, and MLX neither reads nor writes anywhere."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    output, _ = run_with_gpus(["-c", KERNELS], None, tmp_path)
+    assert not Path(output.strip()).exists()
+    with pytest.raises(OSError, match=r"Not a directory|exists"):
+        Path(output.strip()).mkdir(parents=True, exist_ok=True)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "compiled kernels are not kept" in line
+    assert str(tmp_path / "cache") in line
+
+
 def test_a_replica_is_prepared_before_mlx() -> None:
     """Models of ``specdec serve --models`` would multiply with the reference BLAS."""
     program = (
@@ -154,6 +193,7 @@ def run_with_gpus(
     seen = folder / "seen"
     own = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     own |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "SEEN": str(seen)}
+    own["XDG_CACHE_HOME"] = str(folder / "cache")
     if visible is not None:
         own["CUDA_VISIBLE_DEVICES"] = visible
     done = subprocess.run(
@@ -165,4 +205,5 @@ def run_with_gpus(
         timeout=100,
         check=False,
     )
+    sys.stderr.write(done.stderr.decode())
     return done.stdout.decode(), seen.read_text().splitlines()
