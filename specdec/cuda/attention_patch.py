@@ -135,7 +135,7 @@ def _head_sizes(module: Any) -> Iterable[int]:
     heads, queries = getattr(module, "n_heads", 0), getattr(module, "q_proj", None)
     if size is None and heads and queries is not None:
         size = queries["weight"].shape[0] // heads
-    return decode_attention.MOST_COLUMNS if size is None else (size,)
+    return decode_attention.SIZES if size is None else (size,)
 
 
 def usual_calls(model: nn.Module) -> None:

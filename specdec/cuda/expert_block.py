@@ -383,28 +383,31 @@ def _agrees(form: Form) -> bool:
         last = mx.full((tokens, 1), experts, every.dtype)
         every = mx.concatenate([every, last], axis=-1)
     for part in (form.product, form.after):
-        length = part.group_size * (24 if part.eights else 25)
-        x = drawn(tokens, 1, 1, length).astype(dtype)
-        packed, wide = [], []
         gated = part is form.product
-        for i in range(2 if gated else 1):
-            dense = drawn(experts + 1, columns + i, length)[:, :columns].astype(dtype)
-            packed.append(mx.quantize(dense, part.group_size, part.bits))
-            scales, biases = (a.astype(mx.float32) for a in packed[-1][1:])
-            matrices = mx.dequantize(
-                packed[-1][0], scales, biases, part.group_size, part.bits
-            )
-            wide.append(x.astype(mx.float32) @ matrices[every].swapaxes(-1, -2))
-        exact = wide[0]
-        if gated:
-            exact = exact * mx.sigmoid(exact) * wide[1]
-        experts_of = [[a[:-1] for a in each] for each in packed]
-        alone = [a[-1] for each in packed for a in each] if form.shared else []
+        # Where MLX's operations are compiled already: indexing, above all.
+        with mx.stream(mx.cpu):
+            length = part.group_size * (24 if part.eights else 25)
+            x = drawn(tokens, 1, 1, length).astype(dtype)
+            rows = x if gated else mx.broadcast_to(x, (*every.shape, 1, length))
+            packed, wide = [], []
+            for i in range(2 if gated else 1):
+                dense = drawn(experts + 1, columns + i, length)[:, :columns]
+                packed.append(
+                    mx.quantize(dense.astype(dtype), part.group_size, part.bits)
+                )
+                scales, biases = (a.astype(mx.float32) for a in packed[-1][1:])
+                matrices = mx.dequantize(
+                    packed[-1][0], scales, biases, part.group_size, part.bits
+                )
+                wide.append(x.astype(mx.float32) @ matrices[every].swapaxes(-1, -2))
+            exact = wide[0]
+            if gated:
+                exact = exact * mx.sigmoid(exact) * wide[1]
+            experts_of = [[a[:-1] for a in each] for each in packed]
+            alone = [a[-1] for each in packed for a in each] if form.shared else []
         for many in (False, True):
             y = packed_matmul.expert_product(
-                x
-                if len(experts_of) > 1
-                else mx.broadcast_to(x, (*every.shape, 1, length)),
+                rows,
                 experts_of[0],
                 chosen,
                 bits=part.bits,
@@ -415,8 +418,9 @@ def _agrees(form: Form) -> bool:
             )
             if not _close(y, exact):
                 return False
-    exact = (y.astype(mx.float32) * scores[..., None, None]).sum(axis=1)
-    return _close(weighted_sum(form, y, scores), exact.squeeze(1))
+    with mx.stream(mx.cpu):
+        exact = (y.astype(mx.float32) * scores[..., None, None]).sum(axis=1).squeeze(1)
+    return _close(weighted_sum(form, y, scores), exact)
 
 
 def _close(ours: mx.array, exact: mx.array) -> bool:

@@ -58,7 +58,7 @@ SIZES = (
     ("size", "dtype"),
     [
         (64, mx.float16),
-        *((size, mx.bfloat16) for size in decode_attention.MOST_COLUMNS),
+        *((size, mx.bfloat16) for size in decode_attention.SIZES),
     ],
 )
 def test_attention_with_any_mask(size: int, dtype: mx.Dtype) -> None:
