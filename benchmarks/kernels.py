@@ -474,12 +474,10 @@ def steps(
 @click.option("--shape", default="1b", type=click.Choice(list(SHAPES)))
 @click.option("--bits", default=16, help="16: not packed.")
 @click.option("--peer", is_flag=True, help="mlx-lm's first waves instead.")
-def cold(shape: str, bits: int, peer: bool) -> None:
-    """What the first waves of a process take, and what MLX compiles for them.
-
-    MLX's own kernels are kept in MLX_PTX_CACHE_DIR, by default in an empty folder.
-    """
-    folder = Path(os.environ.get("MLX_PTX_CACHE_DIR") or tempfile.mkdtemp())
+@click.option("--kernels", default="", help="A folder of kernels, if not an empty one.")
+def cold(shape: str, bits: int, peer: bool, kernels: str) -> None:
+    """What the first waves of a process take, and what is compiled for them."""
+    folder = Path(kernels or tempfile.mkdtemp())
     os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
     begun, seen = time.perf_counter(), {p.stem[:60] for p in folder.rglob("*.ptx")}
 

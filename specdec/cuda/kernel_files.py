@@ -137,7 +137,8 @@ def compile_together(checks: Sequence[Callable[[], object]]) -> None:
     if _folder() is None:
         return
     while True:
-        token = _waiting.set(codes := {})
+        codes: dict[Path, str] = {}
+        token = _waiting.set(codes)
         try:
             for check in checks:
                 with suppress(NotCompiled):
@@ -199,7 +200,11 @@ def written(
         parameters.append(f"const {_TYPES[array.dtype][0]}* {each}")
         parameters += [
             f"const __grid_constant__ {kind} {each}_{what}"
-            for what, kind in (("shape", "Shape"), ("strides", "Strides"), ("ndim", "int"))
+            for what, kind in (
+                ("shape", "Shape"),
+                ("strides", "Strides"),
+                ("ndim", "int"),
+            )
             if array.ndim and f"{each}_{what}" in kernel.source
         ]
     for each, dtype in zip(kernel.outputs, output_dtypes, strict=True):

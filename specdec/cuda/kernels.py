@@ -108,7 +108,7 @@ def cuda_kernel(
     version = hashlib.sha256(whole.encode()).hexdigest()[:12]
     name = f"specdec_{name}_{version}"
     kernel = kernel_files.Kernel(name, header, source, inputs, outputs)
-    launch = mx.fast.cuda_kernel(
+    launch: Any = mx.fast.cuda_kernel(
         name=name,
         input_names=list(inputs),
         output_names=list(outputs),

@@ -117,7 +117,12 @@ def test_hashes_are_those_of_the_c_library() -> None:
 def test_each_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch compiles it, or another process does so again."""
     codes: list[str] = []
-    monkeypatch.setattr(kernel_files, "compiled", lambda c: codes.append(c) or b"")
+
+    def compiles(code: str) -> bytes:
+        codes.append(code)
+        return b""
+
+    monkeypatch.setattr(kernel_files, "compiled", compiles)
     launched()
     launched()
     assert len(codes) == 1
