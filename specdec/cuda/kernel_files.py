@@ -2,9 +2,9 @@
 
 MLX compiles a kernel of ``mx.fast.cuda_kernel`` in every process, after headers that
 take a second, and keeps nothing of it. But first it looks for the kernel in the folder
-where it keeps its own, ``$MLX_PTX_CACHE_DIR``. Here NVRTC compiles the same code without
-those headers, once on a machine, and puts the result there. MLX finds it by a hash of
-the code that it would compile.
+where it keeps its own, ``$MLX_PTX_CACHE_DIR``. Here NVRTC compiles the same code
+without those headers, once on a machine, and puts the result there. MLX finds it by a
+hash of the code that it would compile.
 
 Whatever is not as expected (another MLX, no headers of CUDA's), MLX compiles.
 """
@@ -80,7 +80,7 @@ class Kernel(NamedTuple):
     outputs: tuple[str, ...]
 
 
-class NotCompiled(Exception):
+class NotCompiledError(Exception):
     """A kernel was launched that :func:`compile_together` compiles with others."""
 
 
@@ -102,7 +102,7 @@ def place(
         inputs, output_dtypes, template: as for a kernel's call.
 
     Raises:
-        NotCompiled: it is compiled later, see :func:`compile_together`.
+        NotCompiledError: it is compiled later, see :func:`compile_together`.
     """
     folder = _folder()
     if folder is None:
@@ -125,7 +125,7 @@ def place(
         _compile(file, code)
     else:
         waiting[file] = code
-        raise NotCompiled(name)
+        raise NotCompiledError(name)
 
 
 def compile_together(checks: Sequence[Callable[[], object]]) -> None:
@@ -141,7 +141,7 @@ def compile_together(checks: Sequence[Callable[[], object]]) -> None:
         token = _waiting.set(codes)
         try:
             for check in checks:
-                with suppress(NotCompiled):
+                with suppress(NotCompiledError):
                     check()
         finally:
             _waiting.reset(token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
@@ -50,14 +49,14 @@ out[0]=x_shape[0]+ x_ndim + at_shape[0]+ y_strides[1];
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of MLX's, and a compiler that gives the code itself."""
     monkeypatch.setattr(kernel_files, "_folder", lambda: tmp_path / "ptx")
     monkeypatch.setattr(kernel_files, "compiled", lambda code: code.encode())
     monkeypatch.setattr(kernel_files, "architecture", lambda: "sm_80")
     monkeypatch.setattr(kernel_files, "_failed", set())
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **how: Launches(how["name"]))
-    yield tmp_path / "ptx"
+    return tmp_path / "ptx"
 
 
 class Launches:
@@ -181,7 +180,7 @@ def test_a_thread_that_decodes_is_not_stopped(folder: Path) -> None:
 
 def test_it_is_written_after_the_mlx_that_is_tested() -> None:
     """With another one, every process would compile all kernels again."""
-    assert kernel_files.MLX == TESTED["mlx"]
+    assert TESTED["mlx"] == kernel_files.MLX
 
 
 def test_another_mlx_or_a_cpu_compiles_by_itself(
