@@ -57,7 +57,10 @@ class BackendDefaults:
             may have as many as the read bucket; ``None``: any number.
         kernels: use the kernels of :mod:`specdec.cuda` for models, prompt lookup and
             commits, as far as they are proven on the device.
-        boolean_masks: attention's kernels read boolean masks, half as many bytes.
+        boolean_masks: attention's kernels read boolean masks, half as many bytes, of
+            as many heads as queries have.
+        shares_memory: the system has no other memory than the device, so buffers that
+            MLX keeps for reuse are limited while rows decode, too.
         peek_rows: the most rows with which rounds without a draft peek at the
             drafter's proposals; ``None``: any number.
         draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
@@ -77,6 +80,7 @@ class BackendDefaults:
     most_chunk_tokens: int | None = None
     kernels: bool = False
     boolean_masks: bool = False
+    shares_memory: bool = False
     peek_rows: int | None = None
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
@@ -128,6 +132,7 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             read_bucket=32,
             static_shapes=False,
             boolean_masks=True,
+            shares_memory=True,
             peek_rows=0,
             draft_lengths=(0, 1, 2, 3, 4, 7),
             verify_widths=(1, 2, 3, 4, 5, 8),

@@ -44,6 +44,9 @@ from .storage import Arrays, Codec, DenseCodec, QuantizedCodec, Storage
 RowCounts = mx.array | Sequence[int]
 Options = Mapping[str, int | None]
 LINEAR, DENSE = LinearLayout(), DenseCodec()
+#: The most queries of MLX's attention kernel for few queries on Metal. With several
+#: rows, it copies a mask of one head for all heads, in each layer.
+FEW_QUERIES = 8
 
 
 class Settings(TypedDict, total=False):
@@ -54,6 +57,7 @@ class Settings(TypedDict, total=False):
     max_length: int | None
     read_bucket: int
     additive_mask: bool
+    mask_heads: int
     unpacks: bool | None
     exact_alone: bool
     memo: Memo | None
@@ -87,6 +91,8 @@ class CacheCore:
             this, so that shapes repeat; 1 hands over exactly what is held.
         additive_mask: make masks additive (faster on a GPU). mlx-lm's caches make
             boolean masks, and some of its models rely on that.
+        mask_heads: query heads for which masks of few queries are repeated, see
+            :data:`FEW_QUERIES`; 1: attention repeats them.
         unpacks: unpack stored columns for each read, so that attention gets dense keys
             and values; ``None``: as suits the backend's products with packed ones.
         exact_alone: the only query of a batch of one row of known length reads exactly
@@ -110,6 +116,7 @@ class CacheCore:
         max_length: int | None = None,
         read_bucket: int = 1,
         additive_mask: bool = False,
+        mask_heads: int = 1,
         unpacks: bool | None = None,
         exact_alone: bool = True,
         memo: Memo | None = None,
@@ -124,6 +131,7 @@ class CacheCore:
         self.max_length = max_length
         self.read_bucket = read_bucket
         self.additive_mask = additive_mask
+        self.mask_heads = at_least("mask_heads", mask_heads, 1)
         if unpacks is None:
             unpacks = defaults().unpacks
         self.unpacks = unpacks
@@ -135,6 +143,7 @@ class CacheCore:
             "max_length": max_length,
             "read_bucket": read_bucket,
             "additive_mask": additive_mask,
+            "mask_heads": mask_heads,
             "unpacks": unpacks,
             "exact_alone": exact_alone,
         }
@@ -416,7 +425,8 @@ class CacheCore:
             both_ways: whether new tokens also see the new tokens after them.
 
         Returns:
-            An array of shape (B, 1, N, extent). It is additive if the cache was made so
+            An array of shape (B, 1, N, extent), or (B, mask_heads, N, extent) for up to
+            :data:`FEW_QUERIES` of several rows. It is additive if the cache was made so
             and has stored something, which fixes the dtype; else boolean. Where no
             array is needed, what mlx-lm's caches return: ``None`` for one query that
             sees every column, ``"causal"`` for several.
@@ -436,7 +446,11 @@ class CacheCore:
             if both_ways:
                 sees = mx.broadcast_to((offset + (N - 1))[:, None], (len(offset), N))
             visible = visible_slots(layout, rules, offset, N, extent, until=sees)
-            return visible if dtype is None else additive_mask(visible, dtype)
+            mask = visible if dtype is None else additive_mask(visible, dtype)
+            if self.mask_heads == 1 or len(offset) == 1 or N > FEW_QUERIES:
+                return mask
+            shape = len(offset), self.mask_heads, N, extent
+            return mx.contiguous(mx.broadcast_to(mask, shape))
 
         params = (N, extent, str(dtype), rules)
         kind = ("mask", layout, window_size, both_ways)

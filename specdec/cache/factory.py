@@ -52,7 +52,7 @@ class CacheOptions:
         additive_mask: make masks of 0 and minus infinity in the type of the scores
             (faster on a GPU) in place of boolean ones. Not for models that
             :func:`reads_boolean_masks` finds.
-        unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
+        mask_heads, unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
         packs_members: quantize all caches of a layer that has several; if false, only
             the first, since others may belong to an indexer, which reads and sets its
             arrays itself.
@@ -70,6 +70,7 @@ class CacheOptions:
     quantized_kv_start: int = 0
     max_kv_size: int | None = None
     additive_mask: bool = False
+    mask_heads: int = 1
     unpacks: bool | None = None
     exact_alone: bool = True
     packs_members: bool = True
@@ -184,11 +185,12 @@ def check_caches(
     that read ``cache.offset`` as one number, or derive positions from the columns that
     attention reads, and head sizes that the quantization group does not divide. Code
     that cannot take packed keys (latent attention, attention sinks, layers that use the
-    keys of others) gets them unpacked, one layer at a time.
+    keys of others) gets them unpacked, one layer at a time. Code that does not take
+    masks of several heads gets masks of one.
 
     Returns:
-        The options, with ``unpacks`` or without ``packs_members`` if the model needs
-        that.
+        The options, with ``unpacks``, or without ``packs_members`` or ``mask_heads``,
+        if the model needs that.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
@@ -205,6 +207,8 @@ def check_caches(
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever a model's code raises
+        if options.mask_heads > 1:
+            return check_caches(model, name, replace(options, mask_heads=1))
         if options.kv_bits is not None and not options.unpacks:
             return check_caches(model, name, replace(options, unpacks=True))
         if options.kv_bits is not None and options.packs_members:
@@ -279,6 +283,7 @@ def make_batch_caches(
         "max_length": options.max_length,
         "read_bucket": options.read_bucket,
         "additive_mask": options.additive_mask,
+        "mask_heads": options.mask_heads,
         "unpacks": options.unpacks,
         "exact_alone": options.exact_alone,
         "memo": Memo() if memo is None else memo,

@@ -32,7 +32,7 @@ from ..prompts import EncodedPrompt, Encoding, Prompt
 from ..sampling_params import SamplingParams, require_params
 from ..utils.output_text import stop_texts
 from .session import Session
-from .turns import idle_streams, mine, take_stream
+from .turns import idle_streams, mine, take_stream, turns
 
 # Seconds that a process waits at its end for a server that was not closed.
 _PATIENCE = 10.0
@@ -363,9 +363,10 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 @contextmanager
 def _stream() -> Iterator[None]:
     """Make a stream of this thread's own the default within the block."""
-    stream = take_stream(mx.default_device())
-    mx.set_default_stream(stream)
-    mine.has_stream = True
+    mine.has_stream = True  # so that a turn lends none
+    with turns:
+        stream = take_stream(mx.default_device())
+        mx.set_default_stream(stream)
     try:
         yield
     except RankError:

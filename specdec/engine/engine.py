@@ -41,7 +41,8 @@ log = logging.getLogger("specdec.engine")
 
 Models = tuple[ModelRunner, Drafter | None]
 
-# What MLX may keep for reuse after a prompt, as a share of the memory that it may hold.
+# What MLX may keep for reuse after a prompt, or at any time where the system needs the
+# memory, as a share of the memory that it may hold.
 # Freeing it took 18 ms on one H100 (benchmarks/results/joins-h100.md), and it has to be
 # allocated again. One row alone would pay for that with every request.
 _REUSED = 1 / 16
@@ -151,6 +152,8 @@ class Engine:
         )
         memory = config.memory_limit or memory_size() or 0
         self._most_reused = int(_REUSED * memory)
+        if backend.shares_memory and memory:
+            mx.set_cache_limit(self._most_reused)
         self._alive: dict[int, Request] = {}
         # Requests that ended outside of a round, as by cancel(). The next step reports
         # them.

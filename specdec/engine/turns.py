@@ -27,7 +27,11 @@ _PATIENCE, _LITTLE = 10.0, 0.5
 
 
 def take_stream(device: mx.Device) -> mx.Stream:
-    """A stream that no other thread uses."""
+    """A stream that no other thread uses; only in a turn of :data:`turns`.
+
+    MLX looks streams up in a table without a lock, in each operation on a GPU. A new
+    stream changes that table.
+    """
     try:
         return idle_streams[str(device)].pop()
     except IndexError:

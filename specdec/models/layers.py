@@ -34,6 +34,14 @@ _TEXT_MODELS = (
 )
 
 
+def query_heads(model: nn.Module) -> int:
+    """Query heads of the model's first attention layer; 1: none is known."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    names = "n_heads", "num_heads", "num_attention_heads"
+    numbers = (vars(module).get(name) for _, module in modules for name in names)
+    return next((n for n in numbers if isinstance(n, int) and n > 1), 1)
+
+
 def has_text_model(model: nn.Module) -> bool:
     """Whether :func:`text_model` knows the model."""
     return architecture_of(model) in _TEXT_MODELS

@@ -39,6 +39,7 @@ from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
 from .image_rows import RowImages, RowInputs, with_row_inputs
 from .layer_skip import without_idle
+from .layers import query_heads
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 from .vision import ImageEncoder
@@ -101,6 +102,7 @@ class ModelRunner:
         self.options = replace(
             cache_options(config, backend),
             additive_mask=not (backend.boolean_masks or reads_boolean_masks(model)),
+            mask_heads=query_heads(model) if backend.boolean_masks else 1,
             exact_alone=not single,
         )
         self.options = check_caches(model, name, self.options)

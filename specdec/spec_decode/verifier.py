@@ -47,7 +47,7 @@ class Logprobs:
         num_top = min(num_top, vocab_size)
         ids = mx.zeros((*tokens.shape, 0), mx.int32)
         if num_top:
-            # Sorting the whole vocabulary would take far longer than a partition.
+            # On GPUs, MLX sorts the whole vocabulary for a partition as well.
             ids = mx.argpartition(-logprobs, kth=num_top - 1, axis=-1)[..., :num_top]
             order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
             ids = mx.take_along_axis(ids, order, axis=-1)

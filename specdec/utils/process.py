@@ -39,6 +39,7 @@ def prepare_process() -> None:
     Commands and ``from specdec import SpecDecoder`` call it.
 
     - mlx-lm may raise the limit of open files, and not lower it.
+    - Metal multiplies float32 in float32, where an M5 would round factors to TF32.
     - CUDA sees one device: the first of those that the user left visible. With
       several, an array made from a list can fail (docs/devices.md).
     - MLX keeps compiled CUDA kernels in a folder of the user's, not in one of the
@@ -52,6 +53,8 @@ def prepare_process() -> None:
         os.environ[_VISIBLE] = "0" if visible is None else visible.split(",")[0]
         if not os.environ.get(_KERNELS):
             os.environ[_KERNELS] = _kernel_folder()
+    if sys.platform == "darwin":
+        os.environ.setdefault("MLX_ENABLE_TF32", "0")
     load_blas()
 
 

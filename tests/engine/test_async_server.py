@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import aclosing, contextmanager
@@ -31,6 +32,7 @@ from specdec import (
 )
 from specdec.engine import async_server
 from specdec.engine.async_server import Server
+from specdec.engine.turns import turns
 from specdec.models.runner import ModelRows
 from tests.test_decoder import loaded
 
@@ -691,6 +693,28 @@ def test_a_stream_serves_again_on_its_own_device(
             pass
     assert [s.device for s in streams] == [*devices, *devices]
     assert streams[:2] == streams[2:]
+
+
+def test_streams_are_made_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers of one process: MLX's table of streams has no lock on Metal."""
+    made: list[str] = []
+    monkeypatch.setattr(async_server, "take_stream", lambda device: made.append("s"))
+    monkeypatch.setattr(mx, "set_default_stream", lambda stream: None)
+    monkeypatch.setattr(async_server, "_settle_stream", lambda stream: None)
+
+    def serve() -> None:
+        with async_server._stream():
+            made.append("served")
+
+    thread = threading.Thread(target=serve)
+    with turns:
+        thread.start()
+        while not turns._waiting:
+            assert not made
+            time.sleep(0.001)
+        made.append("turn")
+    thread.join()
+    assert made == ["turn", "s", "served"]
 
 
 # -- the end of the process ------------------------------------------------

@@ -15,10 +15,12 @@ import pytest
 
 from specdec.cache.factory import make_batch_caches
 from specdec.config import EngineConfig
+from specdec.engine import engine
+from specdec.models import runner
 from specdec.models.runner import ModelRunner
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter
-from tests.plain import METAL, VOCAB, drafts_of, exact
+from tests.plain import BEHIND, METAL, VOCAB, drafts_of, exact
 from tests.scripted import Script
 
 _rng = random.Random(7)
@@ -65,11 +67,36 @@ def test_rows_of_a_sliding_window_are_decoded_as_alone(
     exact(model, other, PROMPTS, 30, batch_size=3, num_draft_tokens=3, backend=METAL)
 
 
-def test_masks_are_boolean(target: Any) -> None:
-    """A mask that is added has twice the bytes and takes one more operation."""
-    runner = ModelRunner(target, "target", EngineConfig(), METAL)
-    cache = make_batch_caches(target, 2, runner.options, "target")
+def test_masks_are_boolean_and_of_all_heads(target: Any) -> None:
+    """An added mask has twice the bytes; each layer would copy one of one head."""
+    options = ModelRunner(target, "target", EngineConfig(), METAL).options
+    cache = make_batch_caches(target, 2, options, "target")
     target(mx.array([[1, 2], [3, 4]]), cache=cache)
-    mask = cache[0].make_mask(2, return_array=True)
-    assert isinstance(mask, mx.array)
-    assert mask.dtype == mx.bool_
+    masks = [each.make_mask(2, return_array=True) for each in cache]
+    assert all(mask is masks[0] for mask in masks)
+    assert masks[0].dtype == mx.bool_
+    assert masks[0].shape[:3] == (2, target.args.num_attention_heads, 2)
+    wide = cache[0].make_mask(9, return_array=True)
+    assert wide.shape[:3] == (2, 1, 9)
+
+
+def test_a_model_that_takes_masks_of_one_head_gets_them(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer with another number of heads would end the first step."""
+    monkeypatch.setattr(runner, "query_heads", lambda model: 3)
+    model = tiny_model("llama", seed=0)
+    options = ModelRunner(model, "target", EngineConfig(), METAL).options
+    assert options.mask_heads == 1
+
+
+def test_memory_for_reuse_is_limited_while_rows_decode(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX would keep what rows free up to all memory, which the system needs."""
+    limits: list[int] = []
+    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
+    monkeypatch.setattr(engine, "memory_size", lambda: 2**34)
+    exact(target, None, PROMPTS[:1], 2, batch_size=1, backend=METAL)
+    exact(target, None, PROMPTS[:1], 2, batch_size=1, backend=BEHIND)
+    assert limits == [2**30]

@@ -182,6 +182,33 @@ def test_a_replica_is_prepared_before_mlx() -> None:
     subprocess.run([sys.executable, "-c", program], input=greeting, check=True)
 
 
+@pytest.mark.parametrize(
+    ("system", "before", "after"),
+    [("darwin", None, "0"), ("darwin", "1", "1"), ("linux", None, None)],
+)
+def test_metal_multiplies_float32_as_float32(
+    system: str, before: str | None, after: str | None
+) -> None:
+    """MLX reads the variable once; an M5 would round float32 factors to TF32."""
+    program = (
+        "import os, sys\n"
+        f"sys.platform = {system!r}\n"
+        "from specdec.utils import process\n"
+        "process.load_blas = lambda: None\n"
+        "process.prepare_process()\n"
+        "print(os.environ.get('MLX_ENABLE_TF32'), 'mlx.core' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "MLX_ENABLE_TF32"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    if before is not None:
+        environment["MLX_ENABLE_TF32"] = before
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(after), "False"]
+
+
 def run_with_gpus(
     program: list[str], visible: str | None, folder: Path
 ) -> tuple[str, list[str]]:
