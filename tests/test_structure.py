@@ -27,7 +27,7 @@ LAYERS = (
     ("prefix_cache",),
     ("cache", "sampling"),
     ("outputs",),
-    ("request",),
+    ("request", "metal"),
     ("config", "cuda", "prompts", "sampling_params"),
     ("parallel",),
     ("backend", "grammar", "model_names"),

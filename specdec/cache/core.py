@@ -124,6 +124,7 @@ class CacheCore:
     ):
         at_least("batch_size", batch_size, 0)
         at_least("read_bucket", read_bucket, 1)
+        at_least("mask_heads", mask_heads, 1)
         if max_length is not None:
             at_least("max_length", max_length, 1)
         self.ring = ring
@@ -131,7 +132,6 @@ class CacheCore:
         self.max_length = max_length
         self.read_bucket = read_bucket
         self.additive_mask = additive_mask
-        self.mask_heads = at_least("mask_heads", mask_heads, 1)
         if unpacks is None:
             unpacks = defaults().unpacks
         self.unpacks = unpacks
@@ -440,6 +440,7 @@ class CacheCore:
         if alone and not return_array and until is None:
             return None if N == 1 or both_ways else "causal"
         dtype = self._storage.dtype if self.additive_mask else None
+        heads = self._options["mask_heads"] or 1
 
         def compute() -> mx.array:
             sees = until
@@ -447,9 +448,9 @@ class CacheCore:
                 sees = mx.broadcast_to((offset + (N - 1))[:, None], (len(offset), N))
             visible = visible_slots(layout, rules, offset, N, extent, until=sees)
             mask = visible if dtype is None else additive_mask(visible, dtype)
-            if self.mask_heads == 1 or len(offset) == 1 or N > FEW_QUERIES:
+            if heads == 1 or len(offset) == 1 or N > FEW_QUERIES:
                 return mask
-            shape = len(offset), self.mask_heads, N, extent
+            shape = len(offset), heads, N, extent
             return mx.contiguous(mx.broadcast_to(mask, shape))
 
         params = (N, extent, str(dtype), rules)

@@ -32,6 +32,7 @@ from .output import (
     show_interrupted,
     silence_third_parties,
 )
+from .probe import probe
 from .ranks import follow
 from .run import run
 from .serve import serve
@@ -152,6 +153,7 @@ for _command in (
     advise,
     verify,
     estimate,
+    probe,
     bench,
     report_command,
     distill,

@@ -244,7 +244,7 @@ def separated(model: nn.Module) -> nn.Module:
     usual_calls(twin)
     modules: list[tuple[str, Any]] = twin.named_modules()
     for path, layer in modules:
-        kind = _PLAIN.get(type(layer))
+        kind = _PLAIN.get(type(layer)) or getattr(type(layer), "plain", None)
         if kind is not None:
             alone = as_kind(layer, kind)
             for name in ("_product", "_index"):

@@ -93,8 +93,9 @@ def keep(name: str, found: bool) -> None:
 
 @cache
 def sources() -> str:
-    """A digest of all kernels, references and proofs of this package."""
+    """A digest of all kernels, references and proofs, of Metal, too."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    package = Path(__file__).parents[1]
+    for file in sorted([*package.glob("cuda/*.py"), *package.glob("metal/*.py")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()

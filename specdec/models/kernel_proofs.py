@@ -27,7 +27,10 @@ def kept_proofs() -> AbstractContextManager[None]:
 def proof_key() -> str:
     """A hash of what proofs depend on: device, versions and the kernels' sources."""
     described = backend.describe()
-    facts = [described[name] for name in ("specdec", "mlx", "backend", "device")]
+    names = ["specdec", "mlx", "backend", "device"]
+    if described["backend"] == "metal":
+        names.append("platform")  # each system has its own compiler of kernels
+    facts = [described[name] for name in names]
     return hashlib.sha256(repr([*facts, proofs.sources()]).encode()).hexdigest()[:32]
 
 

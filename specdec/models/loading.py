@@ -33,6 +33,7 @@ from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks, differing, launched_rank
 from ..utils.printable import quoted, shorten
 from ..utils.warm_up import warm_up
+from . import metal_kernels
 from .adapters import adapt
 from .draft_folder import (
     check_target,
@@ -217,6 +218,8 @@ def fit(model: Any) -> None:
     backend = defaults()
     if backend.name == "cpu":
         widen_packed(model)
+    if backend.name == "metal":
+        metal_kernels.take_few_rows(model)
     if backend.kernels:
         parts: Any = (
             flattened_matmul,

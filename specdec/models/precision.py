@@ -16,6 +16,7 @@ from ..cuda.flattened_matmul import FlattenedEmbedding, FlattenedLinear
 from ..cuda.fused_linear import JoinedFlattened
 from ..cuda.modules import leaves_of
 from ..errors import ConfigError, UnsupportedModelError
+from ..metal.few_rows import FewRowsEmbedding, FewRowsLinear
 from .layers import arrays_of
 
 DTYPES = {
@@ -33,6 +34,8 @@ _FLOAT_LAYERS: dict[type, type] = {
     FlattenedLinear: nn.Linear,
     JoinedFlattened: nn.Linear,
     FlattenedEmbedding: nn.Embedding,
+    FewRowsLinear: nn.Linear,
+    FewRowsEmbedding: nn.Embedding,
 }
 
 

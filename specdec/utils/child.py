@@ -133,7 +133,8 @@ class Child:
             self._stop()
             if process.returncode == -signal.SIGALRM:
                 raise ChildError("late", f"it takes longer than {seconds:g} seconds")
-        text = f"its process ended twice ({process.returncode})"
+        twice = " twice" * (self._attempts - 1)
+        text = f"its process ended{twice} ({process.returncode})"
         raise ChildError("ended", text)
 
     def _started(self) -> subprocess.Popen[bytes]:

@@ -15,9 +15,10 @@ from pathlib import Path
 import mlx.core as mx
 
 HERE = Path(__file__).parent
+METAL = HERE.parents[1] / "metal"
 FLAGS = (
     *("-O1", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"),
-    *("-fno-strict-aliasing", "-ffp-contract=off"),
+    *("-fno-strict-aliasing", "-ffp-contract=off", "-fno-threadsafe-statics"),
     # The sanitizers' handlers are in simt.cpp.
     "-fsanitize=bounds,alignment,integer-divide-by-zero",
 )
@@ -111,15 +112,22 @@ def generated(
             '#line 1 "source"',
             source,
             "}",
-            f"static void simt_body() {{ {name}({', '.join(arguments)}); }}",
-            '#define EXPORTED extern "C" __attribute__((visibility("default")))',
-            "EXPORTED int simt_launch(const simt::Launch* l, const simt::Array* a) {",
-            "  return simt::launch(*l, a, simt_body);",
-            "}",
-            "EXPORTED void* simt_stacks() { return simt::new_stacks(); }",
-            "EXPORTED const char* simt_message() { return simt::message_of(); }",
+            launching(name, arguments),
         )
     )
+
+
+def launching(function: str, arguments: Sequence[str]) -> str:
+    """The functions of a library that runs ``function`` in each thread of a launch."""
+    return f"""
+static void simt_body() {{ {function}({", ".join(arguments)}); }}
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+EXPORTED int simt_launch(const simt::Launch* l, const simt::Array* a) {{
+  return simt::launch(*l, a, simt_body);
+}}
+EXPORTED void* simt_stacks() {{ return simt::new_stacks(); }}
+EXPORTED const char* simt_message() {{ return simt::message_of(); }}
+"""
 
 
 @cache
@@ -144,7 +152,9 @@ def _flags() -> tuple[str, ...]:
 def _shims() -> bytes:
     """Everything that a library depends on in addition to its code."""
     version = subprocess.run(["g++", "--version"], capture_output=True, check=True)
-    files = [(HERE / name).read_bytes() for name in ("simt.h", "device.h", "simt.cpp")]
+    names = "simt.h", "device.h", "simt.cpp"
+    paths = [*(HERE / name for name in names), METAL / "metal.h"]
+    files = [path.read_bytes() for path in paths]
     return b"".join([version.stdout, *files, " ".join(_flags()).encode()])
 
 
@@ -162,15 +172,18 @@ def _runtime() -> Path:
 
 
 @cache
-def library(code: str) -> ctypes.CDLL:
-    name = hashlib.sha256(_shims() + code.encode()).hexdigest()[:24]
+def library(code: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The compiled kernel of :func:`generated`, or of another device's code."""
+    key = _shims() + repr((code, flags)).encode()
+    name = hashlib.sha256(key).hexdigest()[:24]
     built = _folder() / f"{name}.so"
     if not built.exists():
         with tempfile.TemporaryDirectory(dir=_folder()) as own:
             written, compiled = Path(own, "kernel.cpp"), Path(own, "kernel.o")
             linked = Path(own, "kernel.so")
             written.write_text(code, "utf-8")
-            _compile(*_flags(), "-I", HERE, "-c", written, "-o", compiled)
+            headers = "-I", HERE, "-I", METAL
+            _compile(*_flags(), *flags, *headers, "-c", written, "-o", compiled)
             # Without C++'s library, which takes half the time.
             libraries = ("-nostdlib", "-lm", "-lc", "-lgcc")
             _compile("-shared", compiled, _runtime(), *libraries, "-o", linked)

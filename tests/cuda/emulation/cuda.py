@@ -147,8 +147,6 @@ def cuda_kernel(
             raise ValueError(f"{len(input_names)} inputs, not {len(inputs)}")
         if not len(output_shapes) == len(output_dtypes) == len(output_names):
             raise ValueError(f"{len(output_names)} outputs")
-        if not 0 < prod(threadgroup) <= MOST_THREADS or min(grid) < 1:
-            raise ValueError(f"threads {threadgroup} of {grid} cannot be launched")
         if ensure_row_contiguous:
             inputs = [_without_gaps(i) for i in inputs]
         named = zip(input_names, inputs, strict=True)
@@ -165,22 +163,44 @@ def cuda_kernel(
             raise ValueError(f"{name}: MLX has compiled another kernel of this name")
         if verbose:
             print(code)
-        built = library(code)
-        runs = []
-        for backwards in (False, True):
-            outputs = [
-                _fresh(shape, dtype, init_value)
-                for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
-            ]
-            _run(built, name, inputs, outputs, grid, threadgroup, backwards)
-            runs.append(outputs)
-        for one, other, at in zip(*runs, output_names, strict=True):
-            if one.tobytes() != other.tobytes():
-                raise KernelFault(f"{name}: {at} depends on which thread is first")
-        found = zip(runs[0], output_dtypes, strict=True)
-        return [_array(numbers, dtype) for numbers, dtype in found]
+        outputs = list(zip(output_names, output_shapes, output_dtypes, strict=True))
+        return in_both_orders(
+            library(code), name, inputs, outputs, grid, threadgroup, init_value
+        )
 
     return kernel
+
+
+def in_both_orders(
+    built: ctypes.CDLL,
+    name: str,
+    inputs: Sequence[Input],
+    outputs: Sequence[tuple[str, Sequence[int], mx.Dtype]],
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+    init_value: float | None = None,
+) -> list[mx.array]:
+    """The outputs of a kernel, whose threads and blocks run in both orders.
+
+    Args:
+        outputs: each output's name, shape and type.
+        grid, threadgroup: numbers of threads.
+
+    Raises:
+        KernelFault: the kernel did something forbidden, or the orders differ.
+    """
+    if not 0 < prod(threadgroup) <= MOST_THREADS or min(grid) < 1:
+        raise ValueError(f"threads {threadgroup} of {grid} cannot be launched")
+    runs = []
+    for backwards in (False, True):
+        written = [_fresh(shape, dtype, init_value) for _, shape, dtype in outputs]
+        _run(built, name, inputs, written, grid, threadgroup, backwards)
+        runs.append(written)
+    for one, other, (at, _, _) in zip(*runs, outputs, strict=True):
+        if one.tobytes() != other.tobytes():
+            raise KernelFault(f"{name}: {at} depends on which thread is first")
+    pairs = zip(runs[0], outputs, strict=True)
+    return [_array(numbers, dtype) for numbers, (_, _, dtype) in pairs]
 
 
 def _run(
@@ -288,13 +308,17 @@ def _fresh(
     return output
 
 
-def emulated(monkeypatch: pytest.MonkeyPatch, *caches: Any) -> Iterator[None]:
+def emulated(
+    monkeypatch: pytest.MonkeyPatch, *caches: Any, **kernels: Any
+) -> Iterator[None]:
     """Replace ``mx.fast.cuda_kernel`` by the emulator while a fixture lasts.
 
     Args:
         caches: ``@cache``d functions that keep kernels.
+        kernels: functions of ``mx.fast`` to replace, if not that one.
     """
-    monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
+    for name, kernel in (kernels or {"cuda_kernel": cuda_kernel}).items():
+        monkeypatch.setattr(mx.fast, name, kernel)
     for kept in caches:
         kept.cache_clear()
     yield

@@ -1,41 +1,37 @@
 // Functions and types of CUDA's device code, by what its guide and PTX's say of them.
 
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) alignas(n)
+// Sections named so have a start and an end, see poison().
+#define __shared__ static __attribute__((section("simt_shared")))
+
+using uint3 = simt::Place;
+using dim3 = simt::Place;
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+  return {x, y, z, w};
+}
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+constexpr int warpSize = 32;
+
 // MLX defines it in front of every kernel.
 #define inf INFINITY
 
 // -- half precision ------------------------------------------------------------
-
-namespace simt {
-
-inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
-inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
-
-inline uint16_t to_bfloat16(float value) {
-  const uint32_t bits = bits_of(value);
-  if (value != value) return 0x7fff;
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-inline float from_bfloat16(uint16_t bits) { return float_of(uint32_t{bits} << 16); }
-
-inline uint16_t to_half(float value) {
-  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000;
-  const float size = float_of(bits & 0x7fffffff);
-  if (value != value) return 0x7fff;
-  if (size >= 65520.0f) return sign | 0x7c00;
-  // Added to that, float's own rounding leaves half's: its smallest are 2^-24 apart.
-  if (size < 0x1p-14f) return sign | (bits_of(size + 0.5f) - bits_of(0.5f));
-  const uint32_t own = bits_of(size) - (112u << 23);
-  return sign | (own + 0xfff + (own >> 13 & 1)) >> 13;
-}
-inline float from_half(uint16_t bits) {
-  const float sign = bits & 0x8000 ? -1.0f : 1.0f;
-  const uint32_t power = bits >> 10 & 31, rest = bits & 0x3ff;
-  if (power == 31) return sign * (rest ? NAN : INFINITY);
-  if (power == 0) return sign * rest * 0x1p-24f;
-  return sign * float_of((power + 112) << 23 | rest << 13);
-}
-
-}  // namespace simt
 
 // CUDA's convert implicitly as well; what is written out compiles with both.
 struct __nv_bfloat16 {

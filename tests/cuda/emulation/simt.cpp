@@ -14,12 +14,13 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-uint3 threadIdx, blockIdx;
-dim3 blockDim, gridDim;
+simt::Place threadIdx, blockIdx, blockDim, gridDim;
 
 namespace simt {
 
 constexpr size_t STACK = 64 << 10;
+// Memory beside an array's pages that is no one's, on each side.
+constexpr size_t GUARD = 256 << 20;
 constexpr unsigned MOST_THREADS = 1024;
 
 Fiber* fibers;
@@ -117,7 +118,8 @@ bool free_warp(unsigned first) {
     for (unsigned i = first; i < end; ++i) {
       const Fiber& other = fibers[i];
       const unsigned bit = one.mask & 1u << (i - first);
-      if (other.wait == WARP && other.kind == one.kind && other.mask == one.mask)
+      if (other.wait == WARP && other.kind == one.kind && other.line == one.line &&
+          other.mask == one.mask)
         met |= bit;
       else if (other.wait != ENDED)
         missing |= bit;
@@ -132,7 +134,7 @@ bool free_warp(unsigned first) {
         fibers[i].met = met;
         fibers[i].wait = NOTHING;
       }
-    if (one.kind == MMA) one.multiply(fibers + first);
+    if (one.kind == MMA && one.multiply) one.multiply(fibers + first);
   }
   return any;
 }
@@ -168,8 +170,16 @@ bool free_block() {
 extern "C" char __start_simt_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" char __stop_simt_shared[] __attribute__((weak, visibility("hidden")));
 
+Shared* shared;
+
+Shared::Shared(void* at, size_t size) : at(at), size(size), next(shared) {
+  shared = this;
+  memset(at, 0xff, size);
+}
+
 // Shared memory holds nothing yet: NaN, where it is read as floats.
 void poison() {
+  for (Shared* one = shared; one; one = one->next) memset(one->at, 0xff, one->size);
   if (__start_simt_shared)
     memset(__start_simt_shared, 0xff, __stop_simt_shared - __start_simt_shared);
 }
@@ -209,19 +219,20 @@ struct Mapping {
         array.writable ? 0 : reinterpret_cast<uintptr_t>(array.data) % 16;
     const size_t held = (lead + array.bytes + 15) / 16 * 16;
     room = (held + page - 1) / page * page;
-    size = room + 2 * page;
-    base = static_cast<char*>(
-        mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    mprotect(base + page, room, PROT_READ | PROT_WRITE);
-    memset(base + page, 0xff, room);
-    start = base + page + room - held + lead;
+    size = room + 2 * GUARD;
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    base = static_cast<char*>(mmap(nullptr, size, PROT_NONE, kind, -1, 0));
+    char* pages = base + GUARD;
+    mprotect(pages, room, PROT_READ | PROT_WRITE);
+    memset(pages, 0xff, room);
+    start = pages + room - held + lead;
     memcpy(start, array.data, array.bytes);
-    if (!array.writable) mprotect(base + page, room, PROT_READ);
+    if (!array.writable) mprotect(pages, room, PROT_READ);
   }
   // Whether what surrounds it on its pages is as it was.
   bool whole(const Array& array) const {
-    const char* page = base + page_size();
-    for (const char* at = page; at < page + room; ++at)
+    const char* pages = base + GUARD;
+    for (const char* at = pages; at < pages + room; ++at)
       if ((at < start || at >= start + array.bytes) && *at != '\xff') return false;
     return true;
   }

@@ -1,0 +1,5 @@
+"""Metal kernels, each with its proof; imports nothing else of specdec but ``cuda``.
+
+Nobody has run them on a Mac. Each is off until ``specdec probe`` has proven and timed
+it on the machine at hand.
+"""

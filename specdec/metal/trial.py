@@ -1,0 +1,137 @@
+"""Proves and times products on this device; a program for a child process.
+
+A kernel may hang a GPU or end its process. So nothing here runs in the process that
+decodes: ``specdec probe`` asks ``python -m specdec.metal.trial``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+from ..utils.child import serve
+from .few_rows import Kind, faults, product
+
+# Bytes of the matrices of a chain, so that no cache holds them; the most products of a
+# chain, and about how many seconds one takes.
+_BYTES, _MOST_PRODUCTS, _SECONDS = 256 * 2**20, 64, 0.03
+# How often each chain is timed, and the seconds after which it is not timed again.
+_TIMES, _PATIENCE = 5, 2.0
+_MEMORY = 2**48  # what a GPU maps is no measure of what a trial takes
+
+Product = Callable[[mx.array, Sequence[mx.array]], mx.array]
+
+
+def try_kind(request: dict[str, Any]) -> dict[str, Any]:
+    """Time MLX's products of a kind of matrix, and prove and time ours.
+
+    Args:
+        request: ``kind`` of :meth:`Kind.wire`, ``rows`` to time, and whether to try
+            our kernel, ``ours``.
+
+    Returns:
+        ``fault``: what is wrong with our kernel, or an empty text; ``mlx`` and
+        ``ours``: milliseconds of a product by number of rows.
+    """
+    kind, rows = Kind.read(request["kind"]), list(request["rows"])
+    timed: dict[str, Product] = {"mlx": partial(_by_mlx, kind)}
+    fault = ""
+    if request["ours"]:
+        fault = faults(kind, [n for n in rows if n <= 16])
+        if not fault:
+            timed["ours"] = partial(_by_ours, kind)
+    return {"fault": fault, "mlx": {}, "ours": {}, **_times(kind, rows, timed)}
+
+
+def _by_mlx(kind: Kind, x: mx.array, packed: Sequence[mx.array]) -> mx.array:
+    if not kind.bits:
+        return x @ packed[0].T
+    weight, scales, biases = packed
+    size, bits = kind.group_size, kind.bits
+    return mx.quantized_matmul(x, weight, scales, biases, group_size=size, bits=bits)
+
+
+def _by_ours(kind: Kind, x: mx.array, packed: Sequence[mx.array]) -> mx.array:
+    return product(x, packed, bits=kind.bits, group_size=kind.group_size)
+
+
+def _times(
+    kind: Kind, rows: Sequence[int], timed: dict[str, Product]
+) -> dict[str, dict[int, float]]:
+    """Milliseconds of a product, by product and number of rows.
+
+    Medians of chains of dependent products, which take turns.
+    """
+    matrices = [_matrix(kind, 0)]
+    bytes_each = sum(array.nbytes for array in matrices[0])
+    once = _chain(timed["mlx"], matrices, 1, _input(kind, 1))
+    once()
+    length = max(1, min(_MOST_PRODUCTS, int(_SECONDS / max(once(), 1e-6))))
+    for i in range(1, min(length, -(-_BYTES // bytes_each))):
+        matrices.append(_matrix(kind, i))
+    found: dict[str, dict[int, float]] = {name: {} for name in timed}
+    for number in rows:
+        x = _input(kind, number)
+        # One row, and more than 16, are MLX's.
+        some = {n: p for n, p in timed.items() if n == "mlx" or 1 < number <= 16}
+        chains = {n: _chain(p, matrices, length, x) for n, p in some.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in some}
+        begin = time.perf_counter()
+        for turn in range(_TIMES + 1):
+            for name, chain in chains.items():
+                took = chain()
+                if turn:  # before, kernels are compiled
+                    seconds[name].append(took)
+            if turn and time.perf_counter() - begin > _PATIENCE:
+                break
+        for name, each in seconds.items():
+            found[name][number] = 1e3 * median(each) / length
+    return found
+
+
+def _input(kind: Kind, rows: int) -> mx.array:
+    x = mx.random.normal((1, rows, kind.length), key=mx.random.key(rows))
+    return x.astype(kind.dtype)
+
+
+def _matrix(kind: Kind, seed: int) -> Sequence[mx.array]:
+    """A matrix of random numbers, evaluated."""
+    key, shape = mx.random.key(seed), (kind.columns, kind.length)
+    if not kind.bits:
+        arrays = [mx.random.normal(shape, scale=0.02, key=key).astype(kind.dtype)]
+    else:
+        packed = kind.columns, kind.length * kind.bits // 32
+        groups = kind.columns, kind.length // kind.group_size
+        numbers = mx.random.randint(0, 2**31 - 1, packed, mx.uint32, key=key)
+        scales = mx.random.normal(groups, scale=0.001, key=key).astype(kind.dtype)
+        arrays = [numbers, scales, scales * -(2 ** (kind.bits - 1))]
+    mx.eval(arrays)
+    return arrays
+
+
+def _chain(
+    product: Product, matrices: Sequence[Sequence[mx.array]], length: int, x: mx.array
+) -> Callable[[], float]:
+    """A function that computes dependent products, and returns the seconds."""
+    turns = iter(int, 1)  # endless: each run goes on with the next matrices
+    following = (m for _ in turns for m in matrices)
+
+    def run() -> float:
+        y = x
+        begin = time.perf_counter()
+        for packed in islice(following, length):
+            y = y + product(y, packed)[..., :1] * 0
+        mx.eval(y)
+        return time.perf_counter() - begin
+
+    return run
+
+
+if __name__ == "__main__":
+    serve(try_kind, memory=_MEMORY)

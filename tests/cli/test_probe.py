@@ -1,0 +1,107 @@
+"""``specdec probe`` prints one block to paste, whatever the machine has."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from click.testing import Result
+
+from specdec.backend import _DEFAULTS
+from specdec.metal.few_rows import Kind
+from specdec.models import metal_kernels
+from specdec.models.metal_kernels import Trial
+from tests.models.folders import write_folder
+
+Specdec = Callable[..., Result]
+KIND = Kind(4, 32, mx.float32, 64, 32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("probe") / "model"
+    write_folder(path, bits=4)
+    return path
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """What a machine answers; empty: this one is asked."""
+    results: list[Trial] = []
+
+    def trials(kinds: Counter[Kind], *, ours: bool, again: bool) -> Iterator[Trial]:
+        assert kinds
+        yield from results
+
+    monkeypatch.setattr(metal_kernels, "trials", trials)
+    return results
+
+
+def test_a_machine_without_metal(
+    folder: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It times MLX's products; a CPU must not look for Metal kernels."""
+    monkeypatch.setattr(metal_kernels, "ROWS", (1, 2))
+    right = metal_kernels.trials
+    monkeypatch.setattr(
+        metal_kernels, "trials", lambda *a, **k: right(*a, **k, rows=(1, 2))
+    )
+    result = specdec("probe", "--target", str(folder), "--quiet")
+    assert (result.exit_code, result.stderr) == (0, "")
+    begin, *lines, end = result.stdout.splitlines()
+    assert (begin, end) == ("```", "```")
+    assert "there are no kernels for this command to try" in lines[-1]
+    header = next(line for line in lines if line.startswith("matrix"))
+    assert header.split() == ["matrix", "layers", "by", "ms", "2"]
+    assert any(line.startswith("4 bits by 32, float32, ") for line in lines)
+    assert lines[-2].startswith("all ")
+
+
+def test_a_machine_with_metal(
+    folder: Path,
+    specdec: Specdec,
+    found: list[Trial],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specdec.backend.defaults", lambda: _DEFAULTS["metal"])
+    mlx = {1: 0.2, 2: 0.2, 9: 0.8}
+    ours = {2: 0.3, 9: 0.4}
+    other = KIND._replace(columns=128)
+    found += [
+        Trial(KIND, 4, mlx, ours, used=tuple(range(9, 17))),
+        Trial(other, 2, mlx, fault="it takes longer than 240 seconds"),
+    ]
+    result = specdec("probe", "--target", str(folder), "--quiet")
+    assert result.exit_code == 0
+    rows = [line.split("  ") for line in result.stdout.splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in rows]
+    assert [KIND.name, "x4", "MLX", "0.200", "1.00", "4.00"] in cells
+    assert ["ours", "1.50", "2.00"] in cells
+    assert ["all", "x6", "MLX", "1.200", "1.00", "4.00"] in cells
+    assert [f"{KIND.name}: used for 9 to 16 rows"] in cells
+    assert [f"{other.name}: it takes longer than 240 seconds"] in cells
+    assert "Times from your machine" in result.stdout.splitlines()[-1]
+
+
+def test_json(folder: Path, specdec: Specdec, found: list[Trial]) -> None:
+    found.append(Trial(KIND, 4, {1: 0.2}))
+    result = specdec("probe", "--target", str(folder), "--quiet", "--json")
+    record: Any = json.loads(result.stdout)
+    assert record["trials"][0]["kind"] == KIND.name
+    assert record["trials"][0]["mlx"] == {"1": 0.2}
+    assert record["machine"]["mlx"]
+
+
+def test_nothing_could_be_timed(
+    folder: Path, specdec: Specdec, found: list[Trial]
+) -> None:
+    """The block says why, and scripts see that it failed."""
+    found.append(Trial(KIND, 4, fault="its process ended (-11)"))
+    result = specdec("probe", "--target", str(folder), "--quiet")
+    assert result.exit_code == 1
+    assert f"{KIND.name}: its process ended (-11)" in result.stdout
