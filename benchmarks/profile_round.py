@@ -22,7 +22,7 @@ from specdec import EngineConfig, Ranks
 from specdec.decoder import SpecDecoder
 from specdec.model_names import short
 from specdec.models import LoadedModel, load
-from specdec.models.loading import fit, take_shard
+from specdec.models.loading import choose_kernels, fit, take_shard
 from specdec.tools.bench.models import (
     load_model,
     random_model,
@@ -99,6 +99,7 @@ def load_target(
     mx.eval(model.parameters())
     if ours:
         fit(model)
+        choose_kernels(model, ranks)
     whole = token_level(model)
     return LoadedModel(model, whole.tokenizer, {}, source, ranks)
 

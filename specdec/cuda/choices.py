@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from itertools import cycle, islice
 
 import mlx.core as mx
@@ -28,12 +29,29 @@ MATRICES, PRODUCTS, TIMES = 32, 64, 6
 Run = Callable[[], Sequence[mx.array]]
 Kind = tuple[Hashable, ...]
 
-_ours: dict[Kind, bool] = {}
+# By the name of a kind of matrix: whether our kernel was faster.
+_ours: dict[str, bool] = {}
+
+
+@cache
+def _name(kind: Kind) -> str:
+    return " ".join(map(str, kind))
 
 
 def chosen(kind: Kind) -> bool | None:
     """Whether our kernel was faster for a kind of matrix; ``None``: not timed."""
-    return _ours.get(kind)
+    return _ours.get(_name(kind))
+
+
+def all_chosen() -> Mapping[str, bool]:
+    """All choices of this process; plain data."""
+    return dict(_ours)
+
+
+def take(verdicts: Mapping[str, bool]) -> None:
+    """Replace all choices by those of another process, from :func:`all_chosen`."""
+    _ours.clear()
+    _ours.update(verdicts)
 
 
 def choose(
@@ -51,9 +69,9 @@ def choose(
             numbers of rows; their times are added up.
         usual: whether our kernel is taken where both are about as fast.
     """
-    if kind in _ours:
+    name = _name(kind)
+    if name in _ours:
         return
-    name = " ".join(map(str, kind))
     found = proofs.kept(name)
     if found is None:
         try:
@@ -64,7 +82,7 @@ def choose(
             return
         found = ours < theirs * (MARGIN if usual else 1 / MARGIN)
         proofs.keep(name, found)
-    _ours[kind] = found
+    _ours[name] = found
 
 
 def chained(products: Sequence[Callable[[mx.array], mx.array]], x: mx.array) -> Run:

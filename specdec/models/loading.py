@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..backend import defaults
 from ..cuda import (
     attention_patch,
+    choices,
     delta_rule,
     expert_block,
     expert_matmul,
@@ -113,6 +114,7 @@ def load(
             name=name,
         )
     fit(loaded.model)
+    choose_kernels(loaded.model, ranks)
     return replace(loaded, ranks=ranks)
 
 
@@ -242,10 +244,28 @@ def fit(model: Any) -> None:
             expert_block.take_few_launches(model)
             expert_matmul.take_many_tokens(model)
             join_products(model)
-            # The fastest choice may differ between ranks, but all ranks must compute
-            # the unsharded parts to the same bits.
             if launched_rank() is None:
                 warm_up.run(choices_of(model))
+
+
+def choose_kernels(model: nn.Module, ranks: Ranks | None) -> None:
+    """Let all ranks take the kernels that are fastest on rank 0.
+
+    So they compute the parts that are not sharded to the same bits.
+
+    Args:
+        model: is fitted (:func:`fit`); its matrices have the same shapes on all ranks.
+        ranks: ``None``: there are no others, and :func:`fit` has chosen.
+    """
+    if ranks is None or not defaults().kernels:
+        return
+
+    def chosen() -> Mapping[str, bool]:
+        with kept_proofs():
+            warm_up.run(choices_of(model))
+        return choices.all_chosen()
+
+    choices.take(ranks.decide("kernels", chosen))
 
 
 def load_draft(
@@ -268,7 +288,20 @@ def load_draft(
         UnsupportedModelError: layers of this target cannot be skipped.
         ModelError: see :func:`load`.
     """
-    draft = ModelDraft.of(source)
+    loaded = _load_draft(
+        ModelDraft.of(source), target, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    choose_kernels(loaded.model, target.ranks)
+    return loaded
+
+
+def _load_draft(
+    draft: ModelDraft,
+    target: LoadedModel,
+    *,
+    dtype: str | None,
+    trust_remote_code: bool,
+) -> LoadedModel:
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
         tokenizer, ranks = target.tokenizer, target.ranks

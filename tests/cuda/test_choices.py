@@ -18,6 +18,11 @@ from specdec.cuda.skinny_matmul import take_few_rows, takes
 BF16 = mx.bfloat16
 
 
+def name(kind: choices.Kind) -> str:
+    """The name of a choice."""
+    return " ".join(map(str, kind))
+
+
 class Device:
     """A clock, and kernels that take as long as they are told to.
 
@@ -101,12 +106,12 @@ def test_a_choice_is_a_matrix_s_own_and_holds_for_few_rows() -> None:
     weight, other = mx.zeros((64, 32), BF16), mx.zeros((32, 64), BF16)
     rows = {n: mx.zeros((n, 32), BF16) for n in (1, 8, 32, 33)}
     assert all(takes(x, weight, None) for x in rows.values())
-    choices._ours[skinny_matmul._kind(weight)] = False
+    choices.take({name(skinny_matmul._kind(weight)): False})
     assert not any(takes(x, weight, None) for x in rows.values())
     assert takes(mx.zeros((8, 64), BF16), other, None)
     large = mx.zeros((skinny_matmul.MOST_WEIGHTS // 32 + 1, 32), BF16)
     assert not any(takes(x, large, None) for x in rows.values())
-    choices._ours[skinny_matmul._kind(large)] = True
+    choices.take({name(skinny_matmul._kind(large)): True})
     assert [takes(x, large, None) for x in rows.values()] == [True, True, True, False]
 
 
@@ -136,7 +141,7 @@ def test_one_row_of_packed_weights_is_chosen_for(
         assert not usual
         for run in (run for each in runs for run in each):
             assert run()[0].shape == (1, 128)
-        choices._ours[kind] = True
+        choices.take({name(kind): True})
 
     monkeypatch.setattr(packed_matmul, "of_layer", of_layer)
     monkeypatch.setattr(choices, "choose", choose)

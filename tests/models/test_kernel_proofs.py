@@ -22,6 +22,7 @@ from specdec.cuda.expert_matmul import (
 from specdec.models import kernel_proofs, loading
 from specdec.models.kernel_proofs import kept_proofs
 from specdec.utils.warm_up import WarmUp
+from specdec.utils.wire import decode, encode
 
 FILE = Path("specdec", "kernels.json")
 
@@ -158,10 +159,67 @@ def test_a_second_process_loads_a_model_without_a_trial(
         assert len(timed) == (5 * 2 * 3 if expected else 0)
     # Compiling comes first.
     assert steps == [3, 5, 3, 5]
-    # One of several ranks takes what is usual, as the others do.
-    monkeypatch.setenv("MLX_RANK", "1")
-    loading.fit(tiny_model("llama", seed=0, head_dim=64))
-    assert len(steps) == 5
+    skinny_matmul.proven.cache_clear()
+
+
+class Rank:
+    """One of two ranks, which hear what rank 0 decides."""
+
+    sent: bytes
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def decide(self, what: str, make: Callable[[], Any]) -> Any:
+        if self.rank == 0:
+            Rank.sent = encode([what, make()])
+        decision = decode(Rank.sent)
+        assert decision[0] == what
+        return decision[1]
+
+
+@pytest.mark.parametrize("rank_0_is_faster", [False, True])
+def test_ranks_take_the_kernels_that_are_fastest_on_rank_0(
+    *,
+    rank_0_is_faster: bool,
+    home: Path,
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches ranks that time nothing, or that round unsharded parts differently."""
+    kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
+    monkeypatch.setattr(loading, "defaults", lambda: kernels)
+    monkeypatch.setattr(skinny_matmul, "_agree", lambda *_, **__: True)
+    monkeypatch.setattr(decode_attention, "_agrees", lambda *_, **__: True)
+    monkeypatch.setenv("MLX_RANK", "0")
+    faster: list[bool] = [rank_0_is_faster, not rank_0_is_faster]
+    timed = 0
+
+    def seconds(rank: int) -> Callable[..., float]:
+        def run(*_: object) -> float:
+            nonlocal timed
+            timed += 1
+            ours = timed % 6 in (1, 2, 3)
+            return 1.0 if ours == faster[rank] else 2.0
+
+        return run
+
+    taken = []
+    for rank in range(2):
+        skinny_matmul.proven.cache_clear()
+        monkeypatch.setattr(decode_attention, "_proven", {})
+        monkeypatch.setattr(choices, "_ours", {})
+        monkeypatch.setattr(choices, "_seconds", seconds(rank))
+        model = tiny_model("llama", seed=0, head_dim=64)
+        model.set_dtype(mx.bfloat16)
+        loading.fit(model)
+        assert timed == (30 if rank else 0)
+        ranks: Any = Rank(rank)
+        loading.choose_kernels(model, ranks)
+        weight = model.model.layers[0].mlp.down_proj.weight
+        taken.append(skinny_matmul.takes(mx.zeros((8, 64), mx.bfloat16), weight, None))
+    assert timed == 30
+    assert taken == [rank_0_is_faster] * 2
     skinny_matmul.proven.cache_clear()
 
 
