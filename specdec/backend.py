@@ -19,6 +19,8 @@ from .utils.extras import INSTALL_GXX
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
+#: Tokens of a prefill chunk, of all rows, that are many for a layer.
+MANY_TOKENS = 4096
 #: The most bytes of a prompt's logits, in float32, that are scored at once.
 SCORED_BYTES = 64 * 2**20
 #: The versions that the tests ran with, as in requirements.lock.
@@ -84,6 +86,25 @@ class BackendDefaults:
     peek_rows: int | None = None
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
+
+    def prefill_step(self, size: int, num_rows: int) -> int:
+        """The most tokens of each of ``num_rows`` rows in a chunk of ``size``."""
+        most = self.most_chunk_tokens
+        if most is None:
+            return size
+        fitting = most // max(1, num_rows) // self.read_bucket * self.read_bucket
+        return min(size, max(fitting, self.read_bucket))
+
+    def layers_ahead(self, num_tokens: int) -> int:
+        """Layers of a prefill chunk that wait for the device besides the one computed.
+
+        With ``MANY_TOKENS`` a layer takes so long that one is enough, and its hidden
+        states take most memory.
+
+        Args:
+            num_tokens: tokens of all rows, padding included.
+        """
+        return 1 if num_tokens >= MANY_TOKENS else 2
 
     def rows_to_keep(self, rows: int, running: int) -> int:
         """How many of a batch's ``rows`` to keep when only ``running`` still run.

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cache.capacity import cache_slots, ring_slots, round_up
+from ..cuda.packed_matmul import MOST_ROWS as MOST_PACKED_ROWS
 
 #: Tokens that mlx-lm's scans score with each other at a time.
 SCAN_PART = 256
+#: The most layers whose arrays are not freed yet. MLX gives CUDA a graph of about one
+#: layer's operations at a time, waits if ten are running, and frees an array with the
+#: last graph that used it.
+UNDER_WAY = 10
 #: Copies of a recurrent layer's states that are held at once: the current ones, the
 #: next ones, and, if tokens can be taken back, those before the last write.
 STATE_COPIES = 3
@@ -65,12 +70,16 @@ class ModelGeometry:
             once they are long (``quantized_kv_start``); else empty.
         vocab_size: number of logits of one position.
         elem_bytes: bytes of one logit.
-        token_bytes: bytes of the activations of one token.
+        token_bytes: bytes of the activations of one token in one layer.
         score_bytes: bytes of attention scores and masks per token and cached column.
         pair_bytes: bytes per pair of tokens of a row in one part of a scan
             (:data:`SCAN_PART`).
-        column_bytes: bytes of the copies that attention makes of one cached column of a
+        column_bytes: bytes of the copy that attention makes of one cached column of a
             row.
+        unpacked_column_bytes: bytes of such a column in a layer whose packed keys and
+            values are unpacked for attention.
+        unpacked_bytes: bytes of a layer's packed matrices once they are unpacked for
+            the products of many rows.
         loading_bytes: the most bytes held while the model is loaded, including its
             weights; 0 if it is loaded already.
         feature_bytes: for a draft head, bytes of the target's hidden states of one
@@ -89,6 +98,8 @@ class ModelGeometry:
     score_bytes: int
     pair_bytes: int = 0
     column_bytes: int = 0
+    unpacked_column_bytes: int = 0
+    unpacked_bytes: int = 0
     loading_bytes: int = 0
     feature_bytes: int = 0
     proposes_blocks: bool = False
@@ -135,14 +146,21 @@ class ModelGeometry:
         extent = round_up(length, read_bucket)
         return max((c.columns(extent, max_write) for c in self.caches), default=0)
 
-    def workspace_bytes(self, rows: int, tokens: int, columns: int) -> int:
+    def workspace_bytes(
+        self, rows: int, tokens: int, columns: int, layers: int | None = None
+    ) -> int:
         """The most bytes that a forward holds besides weights, caches and logits.
 
         Args:
             rows: rows of the batch.
             tokens: how many tokens each row feeds.
             columns: how many keys each row has, its newest included.
+            layers: layers that are under way at once; ``None``: the host runs ahead.
         """
-        per_token = self.token_bytes + columns * self.score_bytes
+        ahead = min(layers or UNDER_WAY, len(self.caches))
+        per_token = (layers or 1) * self.token_bytes + columns * self.score_bytes
         per_token += min(tokens, SCAN_PART) * self.pair_bytes
-        return rows * (tokens * per_token + columns * self.column_bytes)
+        per_column = self.column_bytes + ahead * self.unpacked_column_bytes
+        unpacked = self.unpacked_bytes if rows * tokens > MOST_PACKED_ROWS else 0
+        forward = rows * (tokens * per_token + columns * per_column)
+        return forward + ahead * unpacked

@@ -139,10 +139,12 @@ class MemoryPlan:
     def _prefill(self, rows: Sequence[RowNeeds]) -> Moment:
         """The last chunk of the longest prompt."""
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
-        width = chunk_width(prompt, self.prefill_step_size, self.backend.read_bucket)
-        parts = self._weights()
+        width = chunk_width(prompt, self._step(rows), self.backend.read_bucket)
+        parts, layers = self._weights(), None
+        if self.backend.prefills_by_layers:
+            layers = 1 + self.backend.layers_ahead(len(rows) * width)
         for name, model in self._models():
-            self._add(parts, name, model, rows, prompt, width, self._max_write)
+            self._add(parts, name, model, rows, prompt, width, self._max_write, layers)
         parts["activations"] += self._features(len(rows), width)
         if scored := sum(r.scored for r in rows):
             # In float32, a slice's logits, and what Logprobs.of makes of them.
@@ -194,8 +196,13 @@ class MemoryPlan:
         length: int,
         width: int,
         max_write: int,
+        layers: int | None = None,
     ) -> None:
-        """Add a model's caches, and what a forward of ``width`` tokens a row holds."""
+        """Add a model's caches, and what a forward of ``width`` tokens a row holds.
+
+        Args:
+            layers: as for :meth:`ModelGeometry.workspace_bytes`.
+        """
         parts[f"{name} KV cache"] = sum(self._layers(model, rows, length, max_write))
         # Caches grow one layer at a time, while its old arrays are still held. Rings
         # then have the size that prefill gave them.
@@ -203,7 +210,7 @@ class MemoryPlan:
         columns = model.columns(
             length, max_write=max_write, read_bucket=self.backend.read_bucket
         )
-        forward = model.workspace_bytes(len(rows), width, columns)
+        forward = model.workspace_bytes(len(rows), width, columns, layers)
         for part, size in ("growth and joins", layer), ("activations", forward):
             parts[part] = max(parts.get(part, 0), size)
 
@@ -245,6 +252,9 @@ class MemoryPlan:
         """The same with padding, which a ring must be able to undo."""
         return self._round + self.backend.pad_single_token
 
+    def _step(self, rows: Sequence[RowNeeds]) -> int:
+        return self.backend.prefill_step(self.prefill_step_size, len(rows))
+
     @property
     def _max_write(self) -> int:
         return max(self.prefill_step_size, self._wide)
@@ -263,9 +273,9 @@ class MemoryPlan:
         """The bound that the engine gives its caches (DecodeBatch, ModelRunner)."""
         context = max((r.context for r in rows), default=0)
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
-        padded = padded_length(prompt, self.prefill_step_size, self.backend.read_bucket)
+        padded = padded_length(prompt, self._step(rows), self.backend.read_bucket)
         if self.prefix_bytes:  # a chunk can begin after any prefix
-            padded = prompt + self.prefill_step_size
+            padded = prompt + self._step(rows)
         most = max(context + (LOOKAHEAD + 2) * self._round, padded)
         return round_up(most, self.backend.read_bucket)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..cache import (
     members,
 )
 from ..config import EngineConfig
+from ..cuda import gated_delta
 from ..cuda.modules import leaves_of
 from ..models.draft_heads import DraftHead
 from ..models.layers import arrays_of
@@ -38,13 +39,13 @@ from ..models.vision import image_bytes
 from .geometry import CacheGeometry, ModelGeometry
 from .plan import MemoryPlan
 
-# The most layers whose arrays are not freed yet. MLX gives CUDA a graph of about one
-# layer's operations at a time, waits if ten are running, and frees an array with the
-# last graph that used it.
-UNDER_WAY = 10
 # Copies of what a recurrent layer holds for a token, in a scan that goes token by
 # token, and in one that scores tokens in pairs.
 SCAN_COPIES = 3, 5
+# Heads of 16 bits up to this size need no array of scores on CUDA; per pair of a token
+# and a column, masks in several types take so many bytes
+# (benchmarks/results/prefill-h100.md).
+FUSED_HEAD, MASK_BYTES = 128, 16
 # Copies of the target's hidden states that a draft head reads: recorded, joined, and
 # normed.
 FEATURE_COPIES = 3
@@ -77,7 +78,14 @@ def plan_memory(
     if draft is not None and isinstance(draft.model, DraftHead) and not lookup_bytes:
         k = min(k, draft.model.max_proposals or k)
     described = [
-        geometry_of(each.model, each.config, each.name, options, each.loading_bytes)
+        geometry_of(
+            each.model,
+            each.config,
+            each.name,
+            options,
+            each.loading_bytes,
+            kernels=backend.kernels,
+        )
         for each in (target, draft)
         if each is not None
     ]
@@ -108,6 +116,8 @@ def geometry_of(
     name: str,
     options: CacheOptions | None = None,
     loading_bytes: int = 0,
+    *,
+    kernels: bool = False,
 ) -> ModelGeometry:
     """Read the geometry of an mlx-lm model, loaded or not.
 
@@ -118,6 +128,7 @@ def geometry_of(
         options: how its caches are made; their ``max_write`` and ``max_length`` do
             not matter.
         loading_bytes: as in :class:`ModelGeometry`.
+        kernels: whether kernels of :mod:`specdec.cuda` compute what they can.
 
     Raises:
         UnsupportedModelError: the batch caches cannot serve the model.
@@ -141,9 +152,17 @@ def geometry_of(
     queries = heads * (nope + rope if latent else head)
     unfolded = heads * (nope + values) if latent else 0
     elem_bytes: int = logits.dtype.size
+    # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
+    score_bytes = (2 if latent else 1) * heads * elem_bytes + 4
+    if kernels and elem_bytes == 2 and not latent and head <= FUSED_HEAD:
+        score_bytes = min(score_bytes, MASK_BYTES)
+    widths = _layer_widths(model, config, kernels)
     flat = tuple(map(_cache_geometry, caches))
     held = max((cache.held_bytes for cache in flat), default=0)
     states_of_token, pair_bytes = scan_bytes(model)
+    copies = SCAN_COPIES[pair_bytes > 0]
+    if kernels and any(gated_delta.is_layer(type(m)) for m in model.modules()):
+        copies = 1
     return ModelGeometry(
         name=name,
         num_parameters=sum(_count(layer) for _, layer in leaves_of(model)),
@@ -155,15 +174,19 @@ def geometry_of(
         # Measured on MLX's CPU backend, each width varied alone, and rounded up: the
         # outputs of a layer's projections; in float32, since norms compute in it, six
         # copies of its queries and eight residual streams.
-        token_bytes=elem_bytes * _layer_width(model, config)
+        token_bytes=elem_bytes * max(widths.values(), default=0)
         + 24 * queries
         + 32 * hidden
         + states_of_token
-        + SCAN_COPIES[pair_bytes > 0] * held,
-        # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
-        score_bytes=(2 if latent else 1) * heads * elem_bytes + 4,
+        + copies * held,
+        score_bytes=score_bytes,
         pair_bytes=pair_bytes,
-        column_bytes=elem_bytes * unfolded + _copied_bytes(caches),
+        column_bytes=elem_bytes * unfolded
+        + max((_per_slot(c, c.nbytes) for c in caches if c.packing), default=0),
+        unpacked_column_bytes=max(
+            (_per_slot(c, c.unpacked_nbytes) for c in caches), default=0
+        ),
+        unpacked_bytes=elem_bytes * _unpacked(model) if kernels else 0,
         loading_bytes=loading_bytes,
         feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
         proposes_blocks=isinstance(model, DraftHead) and model.at_once,
@@ -201,18 +224,6 @@ def _per_slot(cache: BatchCache, nbytes: int) -> int:
     return nbytes // cache.capacity if cache.capacity else 0
 
 
-def _copied_bytes(caches: Sequence[BatchCache]) -> int:
-    """Bytes that attention copies per column of packed keys and values.
-
-    Kernels need one layer's columns contiguous. Where columns are unpacked, the
-    unpacked columns of several layers are held.
-    """
-    packed = [c for c in caches if c.packing]
-    unpacked = sorted(_per_slot(c, c.unpacked_nbytes) for c in caches)
-    copy = max((_per_slot(c, c.nbytes) for c in packed), default=0)
-    return copy + sum(unpacked[-UNDER_WAY:])
-
-
 def _number(config: Mapping[str, Any], *names: str) -> int:
     """The first of ``names`` that a configuration has as a number; else 0."""
     value = setting(config, *names)
@@ -231,10 +242,13 @@ def _count(layer: Any) -> int:
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 
-def _layer_width(model: nn.Module, config: Mapping[str, Any]) -> int:
-    """Outputs of all projections of the widest layer for one token.
+def _layer_widths(
+    model: nn.Module, config: Mapping[str, Any], kernels: bool
+) -> dict[str, int]:
+    """Outputs of all projections for one token, by layer.
 
-    Only the experts that a token uses count, with the inputs gathered for them.
+    Only the experts that a token uses count, with the inputs that are gathered for them
+    where no kernel reads them in place.
     """
     active = _number(
         config,
@@ -245,14 +259,30 @@ def _layer_width(model: nn.Module, config: Mapping[str, Any]) -> int:
         "top_k",
     )
     widths: dict[str, int] = defaultdict(int)
-    for path, layer in leaves_of(model):
-        found = _LAYER.search(path)
-        weight = layer.get("weight")
-        if found is None or weight is None or weight.ndim < 2:
-            continue
+    for number, layer in _matrices(model):
+        weight = layer["weight"]
         width = weight.shape[-2]
         if weight.ndim == 3:  # experts
             columns = weight.shape[-1] * 32 // getattr(layer, "bits", 32)
+            columns *= not (kernels and hasattr(layer, "bits"))
             width = max(active, 1) * (width + columns)
-        widths[found[1]] += width
-    return max(widths.values(), default=0)
+        widths[number] += width
+    return widths
+
+
+def _unpacked(model: nn.Module) -> int:
+    """Numbers of the packed matrices of the largest layer, without its experts."""
+    sizes: dict[str, int] = defaultdict(int)
+    for number, layer in _matrices(model):
+        if hasattr(layer, "bits") and layer["weight"].ndim == 2:
+            sizes[number] += layer["weight"].size * 32 // layer.bits
+    return max(sizes.values(), default=0)
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Projections and experts, and the numbers of their layers."""
+    for path, layer in leaves_of(model):
+        place = _LAYER.search(path)
+        weight = layer.get("weight")
+        if place is not None and weight is not None and weight.ndim > 1:
+            yield place[1], layer

@@ -44,10 +44,6 @@ from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 from .vision import ImageEncoder
 
-# Layers of a prefill chunk that are computed or wait for the device. With MANY_TOKENS
-# a layer takes so long that one is enough, and its hidden states take most memory.
-AHEAD, MANY_TOKENS = 2, 4096
-
 
 def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:
     """The options of any model's caches under ``config``."""
@@ -260,12 +256,7 @@ class ModelRunner:
 
     def _step(self, num_rows: int) -> int:
         """The most tokens of each of ``num_rows`` rows in a prefill chunk."""
-        most = self.backend.most_chunk_tokens
-        if most is None:
-            return self.prefill_step_size
-        bucket = self.options.read_bucket
-        fitting = max(1, most // max(1, num_rows) // bucket) * bucket
-        return min(self.prefill_step_size, fitting)
+        return self.backend.prefill_step(self.prefill_step_size, num_rows)
 
     def _bound(self, length: int) -> int:
         """The most slots of caches for rows of up to ``length`` tokens.
@@ -527,7 +518,7 @@ class ModelRows:
         if not self.runner.backend.prefills_by_layers:
             self.evaluate()
             return
-        ahead = AHEAD if num_tokens < MANY_TOKENS else 1
+        ahead = self.runner.backend.layers_ahead(num_tokens)
         for cache in self._caches:
             state = cache.state
             mx.async_eval(state)

@@ -13,10 +13,11 @@ from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cache import CacheOptions
 from specdec.config import EngineConfig
-from specdec.memory import quantized_elem_bytes
-from specdec.memory.geometry import STATE_COPIES
-from specdec.memory.planning import UNDER_WAY, geometry_of
+from specdec.memory import MemoryPlan, RowNeeds, quantized_elem_bytes
+from specdec.memory.geometry import STATE_COPIES, UNDER_WAY
+from specdec.memory.planning import geometry_of
 from specdec.models.runner import ModelRows, ModelRunner, cache_options
+from specdec.tools.bench.models import undrawn_model
 
 from ..cache.small_models import MODELS, WINDOW, ChunkedModel
 from ..models import architectures
@@ -223,5 +224,53 @@ def test_what_is_unpacked_for_attention(tiny_model: TinyModel, layers: int) -> N
     )
     dense = geometry_of(model, HEADS, "it", CacheOptions(max_write=4)).caches[0]
     assert packed.column_bytes == packed.caches[0].slot_bytes
+    few = unpacking.workspace_bytes(3, 2, 50, 1) - packed.workspace_bytes(3, 2, 50, 1)
+    assert few == 3 * 50 * dense.slot_bytes
     more = unpacking.workspace_bytes(3, 2, 50) - packed.workspace_bytes(3, 2, 50)
     assert more == 3 * 50 * min(layers, UNDER_WAY) * dense.slot_bytes
+
+
+#: GB beside weights at the fullest moment of prefills on an H100, and of that the
+#: caches (benchmarks/results/prefill-h100.md), by rows and padded tokens.
+MEASURED = {
+    "qwen3.5-4b": {
+        (1, 256): (0.608, 0.060),
+        (8, 256): (1.430, 0.479),
+        (32, 256): (3.686, 1.917),
+        (1, 2048): (0.945, 0.119),
+        (8, 1024): (2.660, 0.681),
+        (8, 8192): (3.620, 2.560),
+    },
+    "8b": {
+        (1, 256): (1.439, 0.034),
+        (8, 256): (2.248, 0.268),
+        (32, 256): (5.469, 1.074),
+        (1, 2048): (1.579, 0.268),
+        (8, 1024): (3.439, 1.074),
+        (8, 8192): (3.775, 8.590),
+    },
+    "qwen3.5-35b-a3b": {
+        (1, 64): (0.066, 0.070),
+        (8, 64): (0.489, 0.557),
+        (32, 64): (1.297, 2.228),
+        (1, 2048): (0.478, 0.106),
+        (8, 1024): (1.540, 0.683),
+        (32, 1024): (2.986, 2.732),
+        (8, 8192): (2.491, 1.857),
+    },
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED)
+def test_prefill_on_a_gpu_holds_what_is_planned(shape: str) -> None:
+    """Unpacked matrices that are left out pass a limit; ten layers of them fill it."""
+    model, config = undrawn_model(shape, packing=(64, 4))
+    model.set_dtype(mx.bfloat16)
+    cuda = backend.defaults("cuda")
+    options = cache_options(EngineConfig(), cuda)
+    target = geometry_of(model, config, shape, options, kernels=True)
+    plan = MemoryPlan(target=target, prefill_step_size=512, backend=cuda)
+    for (rows, tokens), (activations, caches) in MEASURED[shape].items():
+        _, prefill, _ = plan.moments([RowNeeds(tokens, 64)] * rows)
+        planned = (prefill.total - plan.weight_bytes) / 1e9
+        assert activations + caches < planned < 2.2 * (activations + caches) + 0.1

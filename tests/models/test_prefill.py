@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from specdec import EngineConfig
 from specdec.backend import BackendDefaults
 from specdec.cache.capacity import chunk_width
-from specdec.models import runner as runners
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.tools.bench.models import random_model, random_prompts
 
@@ -52,8 +51,8 @@ def test_few_layers_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(mx, "eval", lambda state: in_flight.pop())
     for _ in rows.prefill():
         pass
-    assert handed == [1, 2, *[runners.AHEAD + 1] * 4]
-    assert len(in_flight) == runners.AHEAD
+    assert handed == [1, 2, *[BY_LAYERS.layers_ahead(40) + 1] * 4]
+    assert len(in_flight) == BY_LAYERS.layers_ahead(40)
 
 
 def test_layer_by_layer_is_the_same() -> None:

@@ -99,20 +99,7 @@ def random_model(
         packing: (group size, bits) with which weights are quantized.
         fitted: compute the model's products in the way that is fast on this backend.
     """
-    config = {
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 131072,
-        **SHAPES[shape],
-    }
-    if num_layers is not None:
-        config["num_hidden_layers"] = num_layers
-    module = import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-    if packing is not None:
-        quantized = getattr(model, "quant_predicate", None) or _any_layer
-        nn.quantize(model, *packing, class_predicate=partial(_packs, quantized))
+    model, _ = undrawn_model(shape, num_layers=num_layers, packing=packing)
     modules: list[tuple[str, Any]] = model.named_modules()
     packings = {
         path: (module.group_size, module.bits)
@@ -142,6 +129,33 @@ def random_model(
     if fitted:
         fit(model)
     return model.eval()
+
+
+def undrawn_model(
+    shape: str,
+    *,
+    num_layers: int | None = None,
+    packing: tuple[int, int] | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model none of whose weights is computed, and its configuration.
+
+    Args: as for :func:`random_model`.
+    """
+    config = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        **SHAPES[shape],
+    }
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    if packing is not None:
+        quantized = getattr(model, "quant_predicate", None) or _any_layer
+        nn.quantize(model, *packing, class_predicate=partial(_packs, quantized))
+    return model, config
 
 
 def _any_layer(path: str, module: nn.Module) -> bool:
