@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec.cache import CacheOptions, make_batch_caches
-from specdec.models.draft_heads import load_head
 from specdec.models.hidden_states import record_layers
 from specdec.tools.distill.block_student import block_states
-from tests.models.draft_heads.published import write_head
 from tests.toys.kinds import (
+    EAGLE_READS,
     HEADS,
     HERE,
     READS,
     TARGETS,
-    loaded,
+    load_toy,
+    published_arrays,
+    random_weights,
     target_model,
     target_of,
 )
@@ -78,10 +79,9 @@ def train(
             print(f"  {step:5} {float(value):.3f}", flush=True)
 
 
-def store(model: nn.Module, name: str) -> None:
-    leaves: Any = tree_flatten(model.parameters())
-    arrays = {n: a.astype(mx.float16) for n, a in leaves}
-    mx.save_safetensors(str(HERE / f"{name}.safetensors"), arrays)
+def store(arrays: Mapping[str, mx.array], name: str) -> None:
+    half = {n: a.astype(mx.float16) for n, a in arrays.items()}
+    mx.save_safetensors(str(HERE / f"{name}.safetensors"), half)
 
 
 def train_target(name: str) -> None:
@@ -92,18 +92,19 @@ def train_target(name: str) -> None:
         return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean()
 
     train(model, loss, 500)
-    store(model, name)
+    leaves: Any = tree_flatten(model.parameters())
+    store(dict(leaves), name)
 
 
 class Seen:
     """What a target computes for texts."""
 
-    def __init__(self, model: Any, tokens: mx.array):
-        recorded, heard = record_layers(model, [*READS, len(model.layers) - 1], "toy")
+    def __init__(self, model: Any, tokens: mx.array, reads: Sequence[int]):
+        recorded, heard = record_layers(model, [*reads, len(model.layers) - 1], "toy")
         self.tokens, self.cache = tokens, make_prompt_cache(model)
         recorded(tokens, cache=self.cache)
         every = heard.take()
-        width = every.shape[-1] // (len(READS) + 1)
+        width = every.shape[-1] // (len(reads) + 1)
         self.features, self.last = (
             every[..., :-width],
             model.model.norm(every[..., -width:]),
@@ -169,6 +170,16 @@ def peagle_loss(head: Any, seen: Seen, rng: np.random.Generator) -> mx.array:
     return each[:, : n - 1].mean() + 3 * each[:, n - 1 :].mean()
 
 
+def mtp_loss(head: Any, seen: Seen, rng: np.random.Generator) -> mx.array:
+    """Pairs of the target's normed state and the next token predict the one after.
+
+    One step, as most published heads were trained: they were never fed their own
+    output.
+    """
+    h = head.step(seen.tokens[:, 1:-1], seen.last[:, :-2], caches_of(head))
+    return cross_entropy(head.predict(h), seen.tokens[:, 2:]).mean()
+
+
 def assistant_loss(head: Any, seen: Seen, rng: np.random.Generator) -> mx.array:
     """Steps after n tokens attend to the n keys of the target, all at one position."""
     n = int(rng.integers(4, LENGTH - K - 1))
@@ -201,25 +212,29 @@ def assistant_loss(head: Any, seen: Seen, rng: np.random.Generator) -> mx.array:
 def train_head(name: str) -> None:
     model = target_model(target_of(name))
     with tempfile.TemporaryDirectory() as folder:
-        write_head(Path(folder), HEADS[name])
-        head: Any = load_head(
-            Path(folder), HEADS[name], name, loaded(model, name)
-        ).model
+        head = load_toy(name, Path(folder), model, random_weights(name))
+        mx.eval(head.parameters())
     head.train()
-    kinds: dict[str, Any] = {"EAGLE-3": eagle_loss, "P-EAGLE": peagle_loss}
-    if name == "assistant":
-        kinds = {head.args.kind: assistant_loss}
-    of_kind = kinds.get(head.args.kind, block_loss)
+    kinds: dict[str, Any] = {
+        "EAGLE-3": eagle_loss,
+        "P-EAGLE": peagle_loss,
+        "MTP": mtp_loss,
+        "assistant": assistant_loss,
+    }
+    reads = EAGLE_READS if "eagle" in name else READS
+    of_kind = kinds.get(name) or kinds.get(head.args.kind, block_loss)
 
     def loss(rng: np.random.Generator) -> mx.array:
-        seen = Seen(model, texts(rng, ROWS, LENGTH))
+        seen = Seen(model, texts(rng, ROWS, LENGTH), reads)
         value: mx.array = of_kind(head, seen, rng)
         return value
 
     if name == "dflash2":
         head.begin_as_dflash()
+    if name == "mtp":  # both read the same output head
+        head.heads[0].norm.weight = model.model.norm.weight
     train(head, loss, 500)
-    store(head, name)
+    store(published_arrays(name, head, model), name)
 
 
 def main(names: Sequence[str]) -> None:
