@@ -30,7 +30,6 @@ from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
 from specdec.server.running import bind, run, url_of
 from specdec.server.service import Service
-from specdec.spec_decode import NgramDrafter
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
 
@@ -623,36 +622,40 @@ def test_who_finds_whose_prefixes(decoder: SpecDecoder) -> None:
         assert not cached("Shared", user="anna")
 
 
-def test_whose_answers_are_drafted_from(
-    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each key's own, though prefixes are shared; without keys there is one client.
+@pytest.mark.parametrize("sharing", ["all", "client"])
+def test_whose_answers_are_drafted_from(decoder: SpecDecoder, sharing: Any) -> None:
+    """Each key's and each salt's own, though prefixes may be shared.
 
-    With counts of accepted tokens, one client could read another's answers.
+    With counts of accepted tokens, one client could read another's answers. Without
+    keys there is one client for each salt; a switch keeps no answers.
     """
-    drafting = SpecDecoder(
-        decoder.target, drafter="ngram", config=EngineConfig(num_draft_tokens=2)
-    )
-    clients, usual = list[str](), NgramDrafter.remember
 
-    def noted(self: NgramDrafter, answer: Any, client: str) -> None:
-        clients.append(client)
-        usual(self, answer, client)
+    def accepted(key: str, salt: str | None = None) -> int:
+        body = {"prompt": "a b", "max_tokens": 24, "temperature": 1, "seed": 7,
+                "ignore_eos": True, "cache_salt": salt}  # fmt: skip
+        made = httpx.post(f"{server.url}/v1/completions", json=body,
+                          headers={"x-api-key": key})  # fmt: skip
+        assert made.status_code == 200, made.text
+        details = made.json()["usage"]["completion_tokens_details"]
+        return int(details["accepted_prediction_tokens"])
 
-    monkeypatch.setattr(NgramDrafter, "remember", noted)
-    for keys, distinct in (((), 1), (("a", "b"), 2)):
-        clients.clear()
-        with running(drafting, api_keys=keys) as server:
-            for key in ("a", "b", "a"):
-                found = httpx.post(
-                    f"{server.url}/v1/completions",
-                    json={"prompt": "a b", "max_tokens": 4},
-                    headers={"x-api-key": key},
-                )
-                assert found.status_code == 200, found.text
-        assert len(clients) == 3
-        assert clients[0] == clients[2]
-        assert len(set(clients)) == distinct
+    def drafting(*, keep: bool) -> SpecDecoder:
+        config = EngineConfig(num_draft_tokens=2, draft_corpus=keep)
+        return SpecDecoder(decoder.target, drafter="ngram", config=config)
+
+    clients = [("a", None), ("b", None), ("a", "s"), ("b", "s")]
+    with running(
+        drafting(keep=True), api_keys=("a", "b"), prefix_sharing=sharing
+    ) as server:
+        first = [accepted(*client) for client in clients]
+        again = [accepted(*client) for client in clients]
+    assert len(set(first)) == len(set(again)) == 1
+    assert again[0] > first[0] + 5
+    with running(drafting(keep=True), prefix_sharing=sharing) as server:
+        found = [accepted(*client) for client in clients]
+    assert found == [first[0], again[0]] * 2
+    with running(drafting(keep=False)) as server:
+        assert [accepted("a") for _ in range(2)] == first[:2]
 
 
 @pytest.mark.parametrize("sharing", ["all", "client"])
