@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..config import EngineConfig
+from ..errors import ModelError
 from ..model_names import target_name
 from .output import note
 
@@ -38,4 +39,7 @@ def offer(models: Models, config: EngineConfig) -> None:
             return
         if not click.confirm(f"Download {text}?", default=False, err=True):
             return
-    folder_of(draft.id, draft.revision)
+    try:
+        folder_of(draft.id, draft.revision)
+    except ModelError as error:  # auto takes another
+        note(f"{draft.id} cannot be downloaded: {error}")

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import ConfigError, MemoryLimitError, ModelError
+from ..errors import (
+    ConfigError,
+    MemoryLimitError,
+    ModelError,
+    UnsupportedModelError,
+)
 from ..memory.plan import RowNeeds
 from ..model_names import (
     MTP_DRAFT,
@@ -21,6 +26,7 @@ from ..model_names import (
     locate_target,
 )
 from ..models import context_length
+from ..models.draft_heads.mtp import NoHeadError
 from ..models.loading import folder_of, is_gguf
 from ..models.model_outline import ModelOutline, outline, outline_draft
 from ..models.pairs import PublishedDraft, described, known_target, local_folder
@@ -81,7 +87,9 @@ def choose(target: str, config: EngineConfig, **loading: Any) -> Choice:
                 return Choice(spec, "; ".join([why, *passed_over]))
             passed_over.append(f"{spec.name} does not fit beside the rows")
         except (ModelError, ConfigError, MemoryLimitError) as error:
-            if spec.name != MTP_DRAFT:  # most targets have none
+            # Most targets have no head of their own.
+            none = isinstance(error, NoHeadError | UnsupportedModelError)
+            if spec.name != MTP_DRAFT or not none:
                 passed_over.append(f"{spec.name} cannot be taken ({error})")
     entry = known_target(target, outlined.config)
     missing = [d for d in entry.drafts if local_folder(d) is None] if entry else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -93,13 +94,36 @@ class TargetEnds:
 
     def rows(self, tokens: mx.array) -> mx.array:
         """Rows of the embedding (B, S, D) for ``tokens`` (B, S), as they are stored."""
-        for part in self.trunk.children().values():
+        stored: mx.array = self.trunk[self._embedding_name](tokens)
+        return stored
+
+    @property
+    def _embedding_name(self) -> str:
+        for name, part in self.trunk.children().items():
             if hasattr(part, "as_linear"):
-                stored: mx.array = part(tokens)
-                return stored
+                return str(name)
         raise UnsupportedModelError(
             f"{self._name}: its embedding cannot be read alone; take another draft"
         )
+
+    def of_first(self, count: int) -> TargetEnds:
+        """The same ends with an output head of the first ``count`` tokens.
+
+        It reads the target's weights; nothing is copied.
+        """
+        at = (*self.path[:-1], "lm_head")
+        if "lm_head" not in self.owner:
+            at = (*self.path, self._embedding_name)
+        head: Any = self.model
+        for name in at:
+            head = head[name]
+        first = copy.copy(head)
+        for name, array in head.items():
+            if isinstance(array, mx.array):
+                first[name] = array[:count]
+        ends = copy.copy(self)
+        ends.model = with_part(self.model, at, first)
+        return ends
 
     def logits(self, h: mx.array) -> mx.array:
         """Logits (B, S, V) of normed hidden states (B, S, D)."""

@@ -149,7 +149,8 @@ class NamedDrafter:
                 settings["max_draft_tokens"] = min(context.max_draft_tokens, most)
             runner = context.runner(self.model)
             if isinstance(head, DraftHead):
-                drafters.append(HeadDrafter(runner, **settings))
+                added = getattr(self.model.tokenizer, "added_tokens_decoder", None)
+                drafters.append(HeadDrafter(runner, special=added or (), **settings))
             else:
                 known = self.vocabulary or map_vocabulary(context.target, self.model)
                 drafters.append(DraftModel(runner, vocabulary=known, **settings))

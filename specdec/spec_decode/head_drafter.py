@@ -7,7 +7,7 @@ a round, and taken back for tokens that the round rejects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,9 @@ from .drafter import Drafter, DraftRows, Proposals, Round
 from .rejection_sampler import Accepted
 from .vetting import ours
 
+# The least share of frequent tokens in the prompt of a row that is proposed only such.
+_MOSTLY = 0.95
+
 
 class HeadDrafter(Drafter):
     """Proposes with a draft head.
@@ -29,6 +32,7 @@ class HeadDrafter(Drafter):
         vocab_size: the target's number of logits.
         max_draft_tokens: largest k of any round.
         context_length: positions that the head was made for, if known.
+        special: tokens that chat templates add, which say nothing of a row's language.
 
     Attributes:
         hidden_layers: layers of the target that the head reads.
@@ -43,8 +47,10 @@ class HeadDrafter(Drafter):
         vocab_size: int,
         max_draft_tokens: int,
         context_length: int | None = None,
+        special: Collection[int] = (),
     ):
         self.runner = runner
+        self._special = frozenset(special)
         self.vocab_size = vocab_size
         self.context_length = context_length
         head: Any = runner.model
@@ -76,7 +82,19 @@ class HeadDrafter(Drafter):
         )
         if isinstance(self.head, BlockHead):
             return BlockRows(self, rows)
-        return (ParallelRows if self.head.at_once else ChainedRows)(self, rows)
+        if self.head.at_once:
+            return ParallelRows(self, rows)
+        return ChainedRows(self, rows, [self.mostly_frequent(p) for p in prompts])
+
+    def mostly_frequent(self, prompt: Sequence[int]) -> bool:
+        """Whether a row is proposed frequent tokens alone: its prompt's words are such.
+
+        This depends on the row alone, as its text may depend on its proposals.
+        """
+        if not (first := self.head.num_frequent):
+            return False
+        words = [t for t in prompt if t not in self._special]
+        return sum(t < first for t in words) >= _MOSTLY * len(words)
 
 
 class StateRows(DraftRows):
@@ -311,7 +329,48 @@ class ParallelRows(BlockRows):
 
 @ours
 class ChainedRows(HeadRows):
-    """Rows of an EAGLE-3 head: a step for each proposal."""
+    """Rows of an EAGLE-3 or MTP head: a step for each proposal.
+
+    Args:
+        drafter, rows: see :class:`HeadRows`.
+        frequent: whether each row is proposed frequent tokens alone.
+    """
+
+    def __init__(self, drafter: HeadDrafter, rows: ModelRows, frequent: Sequence[bool]):
+        super().__init__(drafter, rows)
+        self._frequent = list(frequent)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        super().filter(rows)
+        self._frequent = [self._frequent[i] for i in rows]
+
+    def extend(self, other: StateRows) -> None:
+        assert isinstance(other, ChainedRows)
+        super().extend(other)
+        self._frequent += other._frequent
+
+    def place(self, rows: Sequence[int], other: StateRows, num_rows: int) -> None:
+        assert isinstance(other, ChainedRows)
+        super().place(rows, other, num_rows)
+        for i, frequent in zip(rows, other._frequent, strict=False):
+            self._frequent[i] = frequent
+
+    def reset(self, rows: Sequence[int]) -> None:
+        super().reset(rows)
+        for i in rows:  # idle slots ask for no others
+            self._frequent[i] = self._drafter.mostly_frequent([])
+
+    def _logits(self, state: mx.array) -> mx.array:
+        """Logits (B, 1, V'); rows of frequent tokens have no others."""
+        head: Any = self._drafter.head
+        if all(self._frequent):
+            return head.frequent.logits(state)  # type: ignore[no-any-return]
+        logits: mx.array = head.as_target(head.predict(state))
+        if any(self._frequent):
+            rare = mx.arange(logits.shape[-1]) >= head.num_frequent
+            rows = mx.array(self._frequent)[:, None, None]
+            logits = mx.where(rows & rare, -mx.inf, logits)
+        return logits[..., : self._drafter.vocab_size]
 
     def propose(self, round_: Round) -> Proposals:
         """Choose k tokens per row, each fed back with the state of the step before."""
@@ -324,8 +383,7 @@ class ChainedRows(HeadRows):
             if proposed:
                 name = head.step_name(len(proposed))
                 state = self._rows.call(name, proposed[-1], state)
-            logits: mx.array = head.as_target(head.predict(state))
-            return logits[..., : self._drafter.vocab_size]
+            return self._logits(state)
 
         k = round_.num_draft_tokens
         tokens, drawn_from = round_.choose_each(k, logits_after)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +21,12 @@ from specdec import ConfigError, EngineConfig, SpecDecoder
 from specdec.cli import main
 from specdec.engine import auto_draft
 from specdec.engine.auto_draft import choose
+from specdec.model_names import is_hub_id
 from specdec.models import load, pairs
 from specdec.models.pairs import (
     KnownTarget,
     PublishedDraft,
+    described,
     known_target,
     plain_name,
     registry,
@@ -30,7 +34,8 @@ from specdec.models.pairs import (
 from tests.models.draft_heads import published
 from tests.models.draft_heads.mtp_checkpoints import less_one, write_target
 from tests.models.folders import write_folder
-from tests.models.gguf_files import VOCAB
+from tests.models.gguf_files import VOCAB, write_model
+from tests.models.test_adapters import write_adapter
 
 SHAPE: dict[str, str | int] = {
     "model_type": "llama",
@@ -100,13 +105,85 @@ def test_the_best_that_is_here(hub: Hub, tmp_path: Path) -> None:
     assert hub.asked == []
 
 
-def test_what_does_not_load_is_passed_over(hub: Hub, tmp_path: Path) -> None:
+def no_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def half_the_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        arrays: Any = mx.load(str(file))
+        mx.save_safetensors(str(file), {n: a for n, a in arrays.items() if n != name})
+
+    return change
+
+
+def other(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        published.write_head(folder, config | changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (no_config, "download it again"),
+        (half_the_weights, "download it again"),
+        (without("fc.weight"), "fc.weight is missing"),
+        (other(hidden_size=48), "of width 48, and .* has 64"),
+        (other(vocab_size=VOCAB + 1), f"of {VOCAB + 1} logits, and .* has {VOCAB}"),
+        (other(num_target_layers=9), "of 9 layers, and .* has 6"),
+    ],
+)
+def test_what_does_not_load_is_passed_over(
+    change: Callable[[Path], None], why: str, hub: Hub, tmp_path: Path
+) -> None:
     """A damaged draft, or one of another target, keeps nobody from decoding."""
     hub.here |= {"maker/big", "maker/small"}
-    (hub.folder / "maker/big/config.json").write_text("{")
+    change(hub.folder / "maker/big")
     found = choose(str(tmp_path / "target"), CONFIG)
     assert found.spec.name == "maker/small"
-    assert "maker/big cannot be taken" in found.why
+    assert re.search(rf"maker/big cannot be taken \(.*{why}", found.why), found.why
+    assert "\n" not in str(found)
+
+
+def test_a_damaged_head_of_the_target_is_named(hub: Hub, tmp_path: Path) -> None:
+    """A target without one has nothing to say; one whose head is broken has."""
+    path = tmp_path / "with-head"
+    _, _, head = write_target(path, "qwen3_5", with_head=False)
+    head.pop("mtp.fc.weight")
+    mx.save_safetensors(str(path / "mtp.safetensors"), less_one(head))
+    found = choose(str(path), CONFIG)
+    assert found.spec.name == "ngram"
+    assert "mtp cannot be taken (the MTP head of" in found.why
+    assert "mtp" not in choose(str(tmp_path / "target"), CONFIG).why
+
+
+@pytest.mark.parametrize("form", ["folder", "gguf", "adapter"])
+def test_targets_of_any_form(form: str, hub: Hub, tmp_path: Path) -> None:
+    """Each has its published draft, which decodes."""
+    target, loading = tmp_path / "target", dict[str, Any]()
+    if form == "gguf":
+        model = write_folder(tmp_path / "other", num_hidden_layers=6)
+        target = write_model(tmp_path / "Target-Q4_K_M.gguf", "llama", model)
+    if form == "adapter":
+        loading["adapter_path"] = write_adapter(tmp_path / "adapter", target)
+    hub.here.add("maker/small")
+    assert choose(str(target), CONFIG, **loading).why == "published for maker/Target"
+    found = []
+    for draft in ("none", "auto"):
+        decoder = SpecDecoder.from_pretrained(target, draft, config=CONFIG, **loading)
+        (result,) = decoder.generate([[5, 9, 11]], max_tokens=6)
+        found.append(result.token_ids)
+    assert found[0] == found[1]
+    assert decoder.draft_name == "maker/small"
 
 
 def test_what_does_not_fit_is_passed_over(
@@ -177,6 +254,29 @@ def test_the_text_is_the_targets(
         SpecDecoder(load(target), drafter="ngram+auto")
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_without_a_network(
+    here: bool, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is here is taken; else the run goes on with n-grams, even with --yes."""
+
+    class Away:
+        def model_info(self, name: str, **_: Any) -> Any:
+            raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Away)
+    (hub.folder / "maker/big").rename(hub.folder / "away")
+    if here:
+        hub.here.add("maker/small")
+    said = ask(tmp_path / "target", "--yes")
+    assert said.exit_code == 0, said.output
+    if here:
+        assert "draft auto: maker/small: published for maker/Target" in said.output
+    else:
+        assert "maker/big cannot be downloaded" in said.output
+        assert "draft auto: ngram: maker/big (DFlash, 1.0 GB, licence" in said.output
+
+
 def ask(target: Path, *more: str, answer: str = "") -> Any:
     arguments = ["run", "--target", str(target), "--draft", "auto", "--prompt", "12"]
     return CliRunner().invoke(main, [*arguments, "-m", "2", *more], input=answer)
@@ -234,14 +334,28 @@ def test_the_registry_can_be_read() -> None:
     every = registry()
     assert len(every) >= 25
     assert len({plain_name(entry.id) for entry in every}) == len(every)
-    kinds = {draft.kind for entry in every for draft in entry.drafts}
-    assert kinds <= {"DFlash", "DFlash 2", "DSpark", "EAGLE-3", "P-EAGLE", "MTP",
-                     "assistant"}  # fmt: skip
+    kinds = "DFlash|DFlash 2|DSpark|EAGLE-3|P-EAGLE|MTP|assistant"
     for entry in every:
         assert entry.shape, entry.id
         assert entry.drafts, entry.id
+        names = [draft.id for draft in entry.drafts]
+        assert len(set(names)) == len(names), entry.id
+        for key, value in entry.shape.items():
+            assert value if key == "model_type" else int(value) > 1, (entry.id, key)
         for draft in entry.drafts:
-            assert draft.id.count("/") == 1
+            assert is_hub_id(draft.id), draft
+            assert re.fullmatch(kinds, draft.kind), draft
+            assert draft.gb is None or 0 < draft.gb < 100, draft
+            assert draft.k is None or 1 <= draft.k <= 16, draft
+            assert re.fullmatch(r"[a-z0-9.-]*", draft.licence), draft
+            assert draft.thinking in ("", "off"), draft
+            assert re.fullmatch(r"[0-9a-f]{40}", draft.revision or "0" * 40), draft
+            assert "\n" not in draft.published
+            assert "://" not in draft.published
+            assert re.search(
+                r"\(.*, (\d+\.\d GB|size not known), licence (not known|\S+)\)$",
+                described(draft),
+            ), draft
 
 
 @pytest.mark.parametrize(

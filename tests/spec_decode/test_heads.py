@@ -54,6 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "dflash2": published.dflash2_config(),
     "dspark": published.dspark_config(),
+    "dspark gated": published.dspark_config(markov_head_type="gated"),
     "dspark rnn": published.dspark_config(markov_head_type="rnn"),
     "eagle3": published.eagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
     "dspark qwen3.5": published.qwen35_config(),
@@ -196,6 +197,17 @@ def test_proposals_are_those_of_a_plain_forward(
     one of another row, would show here; none of them changes what is emitted.
     """
     drafter, weights = drafter_of(tmp_path, CONFIGS[name], lender, backend)
+    check_proposals(name, drafter, weights, lender, backend, monkeypatch)
+
+
+def check_proposals(
+    name: str,
+    drafter: HeadDrafter,
+    weights: dict[str, Any],
+    lender: LoadedModel,
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prompts = make_prompts()[:6]
     lengths = [9 + 2 * i for i in range(len(prompts))]
     whole = [
@@ -218,6 +230,17 @@ def test_proposals_are_those_of_a_plain_forward(
         k = len(proposed)  # the last rounds of a row are narrower
         wanted = [proposals(name, weights, lender.model, text, k) for text in texts]
         assert proposed in wanted, (len(texts[0]), proposed, wanted)
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_layers_off_by_one_are_seen(
+    name: str, lender: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison above notices them."""
+    drafter, weights = drafter_of(tmp_path, CONFIGS[name], lender)
+    drafter.hidden_layers = tuple(i + 1 for i in drafter.hidden_layers)
+    with pytest.raises(AssertionError, match=r"\(\d+, \["):
+        check_proposals(name, drafter, weights, lender, AT_ONCE, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["dspark", "eagle3"])

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,20 @@ import numpy as np
 import pytest
 from mlx_lm import utils as mlx_lm_utils
 
-from specdec import EngineConfig, ModelError, SpecDecoder, UnsupportedModelError
+from specdec import (
+    EngineConfig,
+    ModelError,
+    SamplingParams,
+    SpecDecoder,
+    UnsupportedModelError,
+)
 from specdec.engine.build import check_before_loading
 from specdec.model_names import named_draft
-from specdec.models import load, load_draft, model_outline
+from specdec.models import LoadedModel, load, load_draft, model_outline
+from specdec.models.draft_heads import load_head, mtp
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode.head_drafter import ChainedRows, HeadDrafter
-from tests.models.architectures import COMMON
+from tests.models.architectures import COMMON, build
 from tests.models.draft_heads import mtp_checkpoints as published
 from tests.models.draft_heads.mtp_checkpoints import (
     ARCHS,
@@ -38,9 +46,9 @@ from tests.models.draft_heads.mtp_checkpoints import (
 from tests.models.draft_heads.published import attention, mlp, norm, turned
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB
-from tests.plain import AT_ONCE, exact, greedy
+from tests.plain import AT_ONCE, BEHIND, exact, greedy
 from tests.scripted import Script
-from tests.spec_decode.repetitive import make_prompts
+from tests.spec_decode.repetitive import check_distribution, make_prompts
 from tests.spec_decode.test_heads import Noted
 
 K = 3
@@ -213,6 +221,85 @@ def test_faults_change_proposals(
     FAULTS[fault](head)
     with pytest.raises(AssertionError):
         check_proposals("glm4_moe", [parts], target.model, head, monkeypatch)
+
+
+FEW = 48
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_rows_of_frequent_tokens(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are proposed the best of the first tokens, whichever rows are beside them.
+
+    Rows whose prompts have others are proposed any, and what templates add counts for
+    neither. A part of another row's logits, or of the wrong tokens, would show here.
+    """
+    monkeypatch.setattr(mtp, "FREQUENT", FEW)
+    _, parts, _ = write_target(tmp_path / "target", "qwen3_5")
+    target = load(tmp_path / "target")
+    if bits is not None:
+        fits = [nn.Linear, nn.Embedding]
+        nn.quantize(
+            target.model, 32, bits,
+            class_predicate=lambda _, m: type(m) in fits and m.weight.shape[-1] == 32,
+        )  # fmt: skip
+    head: Any = load_draft("mtp", target).model
+    hidden = mx.random.normal((2, 3, 32))
+    whole = head.predict(hidden)
+    few = head.frequent.logits(hidden)
+    assert few.shape[-1] == head.num_frequent == FEW < whole.shape[-1] / 2
+    assert mx.allclose(few, whole[..., :FEW], atol=1e-5)
+    runner = ModelRunner(head, "mtp", EngineConfig(prefill_step_size=16), AT_ONCE)
+    drafter = HeadDrafter(
+        runner, vocab_size=VOCAB, max_draft_tokens=K, special=[VOCAB - 1]
+    )
+    rng = np.random.default_rng(3)
+    drawn: Any = [rng.integers(0, FEW if i % 2 else VOCAB - 1, 24) for i in range(6)]
+    prompts = [[*row.tolist(), VOCAB - 1, VOCAB - 1] for row in drawn]
+    lengths = [3, 14, 6, 9, 4, 11]
+    model = target.model
+    texts = [[*p, *greedy(model, p, n)] for p, n in zip(prompts, lengths, strict=True)]
+    noted = Noted(monkeypatch, texts)
+    exact(
+        model, None, prompts, lengths,
+        batch_size=3, num_draft_tokens=K, backend=AT_ONCE, drafter=drafter,
+    )  # fmt: skip
+    seen = {True: 0, False: 0}
+    for rows, proposed in noted.found:
+        k, few_alone = len(proposed), drafter.mostly_frequent(rows[0][:26])
+        first = FEW if few_alone else None
+        wanted = [proposals("qwen3_5", [parts], model, t, k, first=first) for t in rows]
+        assert proposed in wanted
+        seen[few_alone] += max(proposed) >= FEW
+    assert seen[False] > 3
+    assert not seen[True]
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_sampled_rows_of_frequent_tokens(
+    verification: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Follow the target's distribution, also where it draws tokens never proposed."""
+    monkeypatch.setattr(mtp, "FREQUENT", 2)
+    monkeypatch.setattr(published, "VOCAB", 4)
+    model, _ = published.make_model("qwen3_5")
+    arrays = head_arrays("qwen3_5", model, make_parts("qwen3_5", model))
+    apart = write_apart(tmp_path / "apart", "qwen3_5", arrays)
+    target = LoadedModel(model, None, {}, "target")  # type: ignore[arg-type]
+    config = json.loads((apart / "config.json").read_text())
+    head = load_head(apart, config, "apart", target).model
+    runner = ModelRunner(head, "mtp", EngineConfig(), BEHIND)
+    accepted = check_distribution(
+        model,
+        HeadDrafter(runner, vocab_size=4, max_draft_tokens=2),
+        SamplingParams(temperature=1.0, verification=verification),
+        BEHIND,
+        prompt=[1, 0, 0, 1],
+        vocab_size=4,
+        num_rows=512,
+    )
+    assert accepted > 50
 
 
 SIDECARS = ("mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors",
@@ -424,6 +511,32 @@ def test_texts_are_the_targets(arch: str, tmp_path: Path) -> None:
             found.append([r.token_ids for r in results])
         assert (decoder.stats.drafted > 0) == (draft == "mtp")
     assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("arch", "why"),
+    [
+        ("hunyuan", "HY 3 and 4, which mlx-lm does not have"),
+        ("deepseek_v41", "stages of DSpark instead, and mlx-lm runs no published one"),
+        ("mimo_v2_flash", "could not be compared"),
+        ("step3p5", "could not be compared"),
+        ("llama", "qwen3_5, .* are"),
+    ],
+)
+@pytest.mark.parametrize("apart", [True, False])
+def test_other_families_are_refused(
+    arch: str, why: str, apart: bool, tmp_path: Path
+) -> None:
+    """By the target's name and with the reason, wherever the head lies."""
+    target = LoadedModel(build(arch), None, {}, "target")  # type: ignore[arg-type]
+    mx.save_safetensors(str(tmp_path / "mtp.safetensors"), {"mtp.x": mx.ones(2)})
+    message = rf"target: MTP heads of {arch} models are not supported \(.*{why}"
+    opened = partial(mtp.open_mtp, tmp_path)
+    if apart:
+        opened = partial(load_head, tmp_path, {"model_type": f"{arch}_mtp"}, "apart")
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        opened(target)
+    assert "\n" not in str(caught.value)
 
 
 def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

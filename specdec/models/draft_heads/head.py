@@ -32,6 +32,10 @@ class DraftHead(nn.Module):
     at_once = False
     #: The most tokens that it can propose in a round; ``None``: any number.
     max_proposals: int | None = None
+    #: How many of the first tokens are frequent, and the target's ends with an output
+    #: head of these alone, which rows use that mostly have such tokens; 0: no row does.
+    num_frequent = 0
+    frequent: TargetEnds | None = None
 
     def __init__(self, config: HeadConfig):
         super().__init__()  # type: ignore[no-untyped-call]

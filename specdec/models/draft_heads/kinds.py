@@ -57,6 +57,7 @@ _REFUSED = {
     "lilicorr": _UNKNOWN,
     "dflare": _UNKNOWN,
     "gemma4eagle3": "no layers like Gemma 4's are supported in heads of its kind",
+    "v4dspark": "mlx-lm runs none of the targets that it is part of",
     "eagle": "of EAGLE's versions, 3 and 3.1 are supported",
 }
 # Words in the names of all kinds of heads.
@@ -69,8 +70,9 @@ def kind_of(config: Mapping[str, Any]) -> str:
     if named is None:
         listed = config.get("architectures")
         named = listed[0] if isinstance(listed, list) and listed else ""
-        if str(named) not in KINDS and str(config.get("model_type")) in KINDS:
-            named = config["model_type"]
+        model_type = config.get("model_type")
+        if str(named) not in KINDS and (not named or str(model_type) in KINDS):
+            named = model_type
     return str(named)
 
 
@@ -108,7 +110,8 @@ def head_config(
     """
     kind = kind_of(config)
     if kind not in KINDS:
-        why = next((_REFUSED[word] for word in _REFUSED if word in kind.lower()), None)
+        plain = kind.lower().replace("_", "")
+        why = next((_REFUSED[word] for word in _REFUSED if word in plain), None)
         raise UnsupportedModelError(
             f"{source} is a draft head of kind {quoted(kind)}, which is not supported"
             f"{'' if why is None else f': {why}'}; take another draft"

@@ -142,6 +142,8 @@ def ready(
     """A head with its weights computed; its tokenizer is the target's."""
     cast_head(head, dtype)
     mx.eval(head)
+    if head.frequent is not None:
+        mx.eval(head.frequent.model)
     return LoadedModel(head, target.tokenizer, flat(config), source)
 
 

@@ -54,8 +54,14 @@ _HEAD = re.compile(r"^(mtp|mtp_block)\.")
 _NUMBERED = re.compile(r"^(?:layers|mtp_layers)\.(\d+)\.")
 _LAYER = re.compile(r"^(transformer_layer|mtp_block|layer)\.")
 _EXPERT = re.compile(r"(.*\b)experts\.(\d+)\.(\w+)\.(\w+)")
+# Tokens of the shorter output head. Byte-pair vocabularies are sorted by frequency.
+FREQUENT = 65_536
 # Files beside a target's weights.
 _SIDECARS = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
+
+
+class NoHeadError(ModelError):
+    """A target has no MTP head."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,15 @@ FAMILIES = {
     "nemotron_h": _Family(_Blocks, numbers_blocks=True),
     "longcat_flash": _Family(_LongcatLayer, latent=True),
 }  # fmt: skip
+
+
+# Targets whose published heads are not supported, and why not.
+_REFUSED = {
+    "hunyuan": "published heads are for HY 3 and 4, which mlx-lm does not have",
+    "deepseek_v41": "it has stages of DSpark instead, and mlx-lm runs no published one",
+    "mimo_v2_flash": "their three heads could not be compared with a reference",
+    "step3p5": "their three heads could not be compared with a reference",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +288,8 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
 
     Raises:
         UnsupportedModelError: MTP heads of the target's architecture are not supported.
-        ModelError: there is no MTP head, or a damaged one.
+        NoHeadError: there is no MTP head.
+        ModelError: it is damaged.
     """
     with explained(f"the MTP head of {target.name}"):
         ends = _ends(target)
@@ -288,7 +304,7 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
                 log.info("mtp: the head is in %s", place)
                 source = f"the MTP head of {target.name}"
                 return _made(arrays, ends, target, source, whole=_is_mlx(files))
-    raise ModelError(
+    raise NoHeadError(
         f"{target.name} has no MTP head, nor has a file beside it (conversions by "
         "mlx-lm leave it out): name a repository of the head (--draft OWNER/NAME), "
         "take the original checkpoint as the target, or another draft"
@@ -315,9 +331,10 @@ def open_mtp_folder(folder: Path, source: str, target: Described) -> DraftHead:
 def _ends(target: Described) -> TargetEnds:
     architecture = architecture_of(target.model)
     if architecture not in FAMILIES:
+        why = _REFUSED.get(architecture, f"{', '.join(FAMILIES)} are")
         raise UnsupportedModelError(
             f"{target.name}: MTP heads of {architecture} models are not supported "
-            f"({', '.join(FAMILIES)} are)"
+            f"({why}); take another draft"
         )
     return TargetEnds(target.model, target.name)
 
@@ -412,6 +429,9 @@ def _made(
     )
     head.bind(ends)
     fill(head, weights, source)
+    if not head.args.owns_head and vocab_size >= 2 * FREQUENT:
+        head.num_frequent = FREQUENT
+        vars(head)["frequent"] = ends.of_first(FREQUENT)
     head.eval()
     rehearse(head)
     return head

@@ -270,11 +270,17 @@ def rms(x: mx.array, gain: mx.array) -> mx.array:
 
 
 def proposals(
-    arch: str, heads: list[dict[str, Any]], model: Any, tokens: list[int], k: int
+    arch: str,
+    heads: list[dict[str, Any]],
+    model: Any,
+    tokens: list[int],
+    k: int,
+    first: int | None = None,
 ) -> list[int]:
     """Without any cache: every step computes all pairs again.
 
-    Step i is of head i modulo their number; each head has read every pair.
+    Step i is of head i modulo their number; each head has read every pair. Only the
+    ``first`` tokens are proposed.
     """
     owner, trunk = owner_of(model), trunk_of(model)
     embed = trunk.get("embeddings") or trunk.embed_tokens
@@ -289,7 +295,7 @@ def proposals(
         pair = mx.concatenate([g, e] if arch == "mimo" else [e, g], axis=-1)
         h = parts["layer"](pair @ parts["fc"].T, causal(pair.shape[1]), None)
         after = rms(h, parts["out"])
-        proposed.append(int(mx.argmax(owner.lm_head(after[:, -1:]))))
+        proposed.append(int(mx.argmax(owner.lm_head(after[:, -1:])[..., :first])))
         following = [*following, proposed[-1]]
         states = mx.concatenate([states, after[:, -1:]], axis=1)
     return proposed

@@ -579,6 +579,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         published.dflash_config(architectures=["DominoDraftModel"]),
         "kind 'DominoDraftModel', which is not supported: a recurrent network",
     ),
+    "a stage of its target": (
+        {"model_type": "deepseek_v4_dspark", "block_size": 5},
+        "mlx-lm runs none of the targets that it is part of",
+    ),
     "another speculator": (
         {**published.speculators_config("dflash"), "speculators_model_type": "hydra"},
         "kind 'hydra', which is not supported",
