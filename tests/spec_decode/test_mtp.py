@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -531,7 +532,7 @@ def test_other_families_are_refused(
     target = LoadedModel(build(arch), None, {}, "target")  # type: ignore[arg-type]
     mx.save_safetensors(str(tmp_path / "mtp.safetensors"), {"mtp.x": mx.ones(2)})
     message = rf"target: MTP heads of {arch} models are not supported \(.*{why}"
-    opened = partial(mtp.open_mtp, tmp_path)
+    opened: Callable[[LoadedModel], object] = partial(mtp.open_mtp, tmp_path)
     if apart:
         opened = partial(load_head, tmp_path, {"model_type": f"{arch}_mtp"}, "apart")
     with pytest.raises(UnsupportedModelError, match=message) as caught:
