@@ -110,12 +110,16 @@ class CompiledForwards:
         caches: Sequence[Any],
         *,
         padding: int = 0,
+        options: tuple[Hashable, ...] = (),
+        keeps: bool = True,
     ) -> tuple[Any, mx.array | None] | None:
         """Call a method of the model with arrays and the caches.
 
         Args:
             name: the method's name. The method writes a token to every cache for each
                 column of the first input, (B, S) or (B, S, D).
+            options: further arguments of the method, after the caches.
+            keeps: whether rows keep what is written; otherwise it is taken back.
 
         Returns, raises:
             The same as calling this object, with the method's result (an array or
@@ -135,7 +139,8 @@ class CompiledForwards:
         # Operations belong to the stream that was current when they were made.
         stream = mx.default_stream(mx.default_device())
         shapes = tuple((array.shape, array.dtype) for array in inputs)
-        key = (name, shapes, padding, tuple(groups), tuple(keys), str(stream))
+        how = (options, shapes, padding, keeps)
+        key = (name, how, tuple(groups), tuple(keys), str(stream))
         function = self._functions.get(key)
         if function is None:
             if len(self._met) > MAX_COUNTED:
@@ -144,7 +149,7 @@ class CompiledForwards:
             self.new_shapes += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
-            function = self._make(name, caches, parts, groups, padding)
+            function = self._make(name, options, caches, parts, groups, padding, keeps)
         held = [arrays for _, arrays in given]
         try:
             found, hidden, offsets, held = function.call(list(inputs), offsets, held)
@@ -167,7 +172,8 @@ class CompiledForwards:
         for cache, group, form, arrays in zip(
             parts, groups, function.forms, held, strict=True
         ):
-            cache.take(form, arrays, offsets[group], width, padding)
+            taken_back = padding if keeps else width
+            cache.take(form, arrays, offsets[group], width, taken_back)
         self._functions[key] = function
         self._functions.move_to_end(key)
         if len(self._functions) > MAX_GRAPHS:
@@ -201,10 +207,12 @@ class CompiledForwards:
     def _make(
         self,
         name: str,
+        options: tuple[Hashable, ...],
         caches: Sequence[Any],
         parts: list[BatchCache],
         groups: list[int],
         padding: int,
+        keeps: bool,
     ) -> Function:
         model, recorder = self._model, self._recorder
         bare = [cache.without_arrays() for cache in parts]
@@ -235,7 +243,7 @@ class CompiledForwards:
             if name == _FORWARD:
                 found = model(*inputs, cache=given)
             else:
-                found = getattr(model, name)(*inputs, given)
+                found = getattr(model, name)(*inputs, given, *options)
             hidden = None if recorder is None else recorder.take()
             after: list[mx.array] = list(offsets)
             for twin, group in zip(twins, groups, strict=True):
@@ -248,6 +256,8 @@ class CompiledForwards:
                 hidden = None if hidden is None else hidden[:, :num_tokens]
             left = [twin.left() for twin in twins]
             forms[:] = [form for form, _ in left]
+            if not keeps:
+                after = list(offsets)
             return found, hidden, after, [arrays for _, arrays in left]
 
         return Function(mx.compile(forward), forms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -605,21 +605,34 @@ class ModelRows:
             cache.finalize()
 
     def call(
-        self, name: str, *arrays: mx.array, lengths: Sequence[int] | None = None
+        self,
+        name: str,
+        *arrays: mx.array,
+        lengths: Sequence[int] | None = None,
+        options: tuple[Hashable, ...] = (),
+        keeps: bool = True,
     ) -> Any:
-        """Call a method of the model with ``arrays`` and the caches.
+        """Call a method of the model with ``arrays``, the caches and ``options``.
 
         Args:
             lengths: how many of the written tokens each row keeps; ``None``: all.
+            keeps: whether rows keep any; otherwise all are taken back.
         """
         method = getattr(self.runner.model, name)
         if lengths is None:
-            done = None
-            if self.runner.compiled is not None:
-                done = self.runner.compiled.call(name, arrays, self._caches)
-            return method(*arrays, self._caches) if done is None else done[0]
+            compiled = self.runner.compiled
+            done = compiled and compiled.call(
+                name, arrays, self._caches, options=options, keeps=keeps
+            )
+            if done:
+                return done[0]
+            found = method(*arrays, self._caches, *options)
+            if not keeps:
+                width = arrays[0].shape[1]
+                self.trim_per_sequence([width] * self.num_rows, width)
+            return found
         with self._padded(lengths):
-            found = method(*arrays, self._caches)
+            found = method(*arrays, self._caches, *options)
         self.done = [d + n for d, n in zip(self.done, lengths, strict=True)]
         maybe_quantize(self._caches, self.runner.options, max(self.done, default=0))
         return found

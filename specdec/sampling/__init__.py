@@ -2,6 +2,6 @@
 
 from .grammar_masks import GrammarMasks
 from .noise import Draws, gumbel_noise
-from .rows import RowSampling
+from .rows import RowSampling, largest
 
-__all__ = ["Draws", "GrammarMasks", "RowSampling", "gumbel_noise"]
+__all__ = ["Draws", "GrammarMasks", "RowSampling", "gumbel_noise", "largest"]

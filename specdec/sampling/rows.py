@@ -17,6 +17,12 @@ from .noise import XTC, Draws, gumbel_noise, uniform_draws
 TAIL = 2
 
 
+def largest(logits: mx.array) -> mx.array:
+    """The token of the largest logit at each position: (B, S, V) to (B, S), int32."""
+    # A view has the same bytes; a conversion would need a kernel.
+    return mx.argmax(logits, axis=-1).view(mx.int32)
+
+
 @dataclass(frozen=True)
 class RowSampling:
     """The settings of the rows of a batch.
@@ -137,8 +143,7 @@ class RowSampling:
             noise = draws.gumbel[..., : logits.shape[-1]]
             scaled = self.temperature[:, None, None] * noise
             logits = self.filtered(logits, draws) + scaled
-        # A view has the same bytes; a conversion would need a kernel.
-        return mx.argmax(logits, axis=-1).view(mx.int32)
+        return largest(logits)
 
     def filtered(self, logits: mx.array, draws: Draws) -> mx.array:
         """``logits`` in float32, minus infinity for tokens that a row filters out."""

@@ -115,6 +115,13 @@ class Round:
         """The last two committed tokens of every row, shape (B, 2)."""
         return self.recent[:, -2:]
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each proposal is the token of the draft's largest logit."""
+        changed = (self.sampling.adjustments, self.grammar, self.given)
+        drawn = self.needs_probabilities or self.draws.gumbel is not None
+        return not drawn and all(each is None for each in changed)
+
     def choose(
         self, logits: mx.array, proposed: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array | None]:

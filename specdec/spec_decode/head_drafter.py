@@ -284,17 +284,22 @@ class BlockRows(HeadRows):
         head: Any = self._drafter.head
         wanted, newest = round_.num_draft_tokens, round_.recent[:, -1:]
         k = min(wanted, head.max_proposals or wanted)
-        states, vocab_size = self._states(newest, k), self._drafter.vocab_size
-        if head.in_order:
-            walk = head.walk(states, newest)
-            tokens, probabilities = round_.choose_each(
-                k, lambda proposed: walk(proposed)[..., :vocab_size]
-            )
+        vocab_size, probabilities = self._drafter.vocab_size, None
+        if round_.is_greedy and isinstance(head, BlockHead):
+            block, options = self._block(newest, k), (k, vocab_size)
+            inputs = self._rows.call("greedy", block, options=options, keeps=False)
         else:
-            logits = head.as_target(head.predict(states))
-            chosen, probabilities = round_.choose_all(logits[..., :vocab_size])
-            tokens = [chosen]
-        inputs = mx.concatenate([newest, *tokens], axis=1)
+            states = self._states(newest, k)
+            if head.in_order:
+                walk = head.walk(states, newest)
+                tokens, probabilities = round_.choose_each(
+                    k, lambda proposed: walk(proposed)[..., :vocab_size]
+                )
+            else:
+                logits = head.as_target(head.predict(states))
+                chosen, probabilities = round_.choose_all(logits[..., :vocab_size])
+                tokens = [chosen]
+            inputs = mx.concatenate([newest, *tokens], axis=1)
         if k == wanted:
             return Proposals.within(inputs, probabilities)
         missing = [(0, 0), (0, wanted - k)]
@@ -303,13 +308,18 @@ class BlockRows(HeadRows):
         lengths = mx.full((newest.shape[0],), k, mx.int32)
         return Proposals.within(mx.pad(inputs, missing), probabilities, lengths)
 
+    def _block(self, newest: mx.array, k: int) -> mx.array:
+        """The block whose slots give ``k`` proposals, and perhaps more."""
+        head: Any = self._drafter.head
+        width = self._drafter.num_computed(k) + (not head.args.from_anchor)
+        block: mx.array = head.inputs(newest, width)
+        return block
+
     def _states(self, newest: mx.array, k: int) -> mx.array:
         """What ``k`` proposals are predicted from, shape (B, k, D)."""
         head: Any = self._drafter.head
         first = int(not head.args.from_anchor)
-        width = self._drafter.num_computed(k) + first
-        states = self._rows.call("states", head.inputs(newest, width))
-        self._take_back(width)
+        states = self._rows.call("states", self._block(newest, k), keeps=False)
         predicted: mx.array = states[:, first : first + k]
         return predicted
 
@@ -322,8 +332,8 @@ class ParallelRows(BlockRows):
         if k == 1:
             return self._state
         head: Any = self._drafter.head
-        states = self._rows.call("states", head.masks(newest.shape[0], k - 1))
-        self._take_back(k - 1)
+        masks = head.masks(newest.shape[0], k - 1)
+        states = self._rows.call("states", masks, keeps=False)
         return mx.concatenate([self._state.astype(states.dtype), states], axis=1)
 
 

@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from ...errors import UnsupportedModelError
 from ...utils.data_files import DataError
+from ...sampling import largest
 from ...utils.printable import quoted
 from .config import HeadConfig, LayerSizes, Published, spread_layers
 from .head import DraftHead
@@ -209,6 +210,25 @@ class BlockHead(DraftHead):
             return self.as_target(biased)
 
         return after
+
+    def greedy(
+        self, tokens: mx.array, caches: list[Any], k: int, vocab_size: int
+    ) -> mx.array:
+        """The anchors and the likeliest ``k`` tokens after them, (B, k + 1), int32.
+
+        Args:
+            tokens: a block (B, b), which is written to the caches.
+            vocab_size: the target's number of logits.
+        """
+        first, anchor = int(not self.args.from_anchor), tokens[:, :1]
+        states = self.states(tokens, caches)[:, first : first + k]
+        if not self.in_order:
+            logits = self.as_target(self.predict(states))[..., :vocab_size]
+            return mx.concatenate([anchor, largest(logits)], axis=1)
+        after, proposed = self.walk(states, anchor), list[mx.array]()
+        for _ in range(k):
+            proposed.append(largest(after(proposed)[..., :vocab_size]))
+        return mx.concatenate([anchor, *proposed], axis=1)
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         """Logits (B, S, V) of a block, to plan and check it like a model."""
