@@ -159,6 +159,8 @@ class CacheCore:
         # Tokens per row of the last write, and the longest row after it, padding
         # included.
         self._last_write = 0, 0
+        # The same as an array, while a graph is built.
+        self._valid: mx.array | None = None
         # Right padding announced by prepare(), not yet taken back.
         self._lengths: list[int] | None = None
         self._right_padding: list[int] | None = None
@@ -345,7 +347,12 @@ class CacheCore:
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         self._count(num_tokens, longest)
-        offset = self.offset
+        offset, kept = self.offset, self._valid
+        if kept is not None:
+            self.offset = self._memo.get(
+                "advance", (offset, kept), None, lambda: unfused(mx.add, offset, kept)
+            )
+            return
         if self._lengths is None:
             # An array, not a number: a number would become part of a compiled kernel,
             # and each new number would compile another.
@@ -360,14 +367,18 @@ class CacheCore:
         # written after it is padding, overwritten by its next real token.
         valid = [min(num_tokens, n) for n in self._lengths]
         self._lengths = [n - v for n, v in zip(self._lengths, valid, strict=True)]
-        self._longest = longest - num_tokens + max(valid, default=0)
-        self._uniform = self._uniform and len(set(valid)) <= 1
         self.offset = self._memo.get(
             "advance",
             (offset,),
             tuple(valid),
             lambda: unfused(mx.add, offset, mx.array(valid)),
         )
+        self._leave_padding(num_tokens, valid)
+
+    def _leave_padding(self, num_tokens: int, valid: Sequence[int]) -> None:
+        """Note how many tokens of a write each row keeps, on the host."""
+        self._longest -= num_tokens - max(valid, default=0)
+        self._uniform = self._uniform and len(set(valid)) <= 1
         if self.ring is not None:
             self.ring.trim(num_tokens - min(valid, default=num_tokens))
 
@@ -573,8 +584,11 @@ class CacheCore:
             return True
         return self._measure_longest() + num_tokens <= limit
 
-    def reserve(self, num_tokens: int) -> Hashable:
+    def reserve(self, num_tokens: int, *, padded: bool = False) -> Hashable:
         """Make room for a write of ``num_tokens`` tokens per row.
+
+        Args:
+            padded: some of these tokens are padding, as in a chunk of prompts.
 
         Returns:
             A key of all that the graph of the write, its mask and attention's reads
@@ -585,15 +599,17 @@ class CacheCore:
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
         """
-        if self.empty() or self._lengths is not None or self._exact(num_tokens):
+        unknown = self._lengths is not None or (self.empty() and not padded)
+        if unknown or self._exact(num_tokens):
             return None
         longest, capacity = self._make_room(num_tokens)
         extent = self._extent(longest, capacity, num_tokens)
         # A mask, or one of its rules, may be left out only where attention reads no
         # more than the rows hold.
         bound = longest if extent == longest else None
-        codec = self._storage.codec
-        return type(self), codec, self.layout, capacity, extent, bound, self._uniform
+        storage, first = self._storage, self._storage.least if self.empty() else None
+        key = type(self), storage.codec, self.layout, capacity, extent, bound, first
+        return *key, self._uniform
 
     @property
     def arrays(self) -> Arrays:
@@ -603,7 +619,7 @@ class CacheCore:
 
     def given(self) -> tuple[Hashable, Arrays]:
         """The inputs of a graph of the next write: their form, and the arrays."""
-        return None, self.arrays
+        return None, () if self.empty() else self.arrays
 
     def left(self) -> tuple[Any, Arrays]:
         """The outputs of that graph for :meth:`take`: their form, and the arrays."""
@@ -612,17 +628,30 @@ class CacheCore:
     def without_arrays(self) -> Self:
         """A copy of this cache that holds no arrays, only what the host knows."""
         bare = copy.copy(self)
-        bare._storage, bare._memo = Storage(self._storage.codec), Memo()
+        bare._storage, bare._memo = copy.copy(self._storage), Memo()
+        bare._storage.arrays = None
         bare.ring = copy.copy(self.ring)
         del bare.offset
         return bare
 
-    def holding(self, arrays: Arrays, offset: mx.array, memo: Memo) -> Self:
-        """A cache like this one that holds the given arrays."""
+    def holding(
+        self,
+        arrays: Arrays,
+        offset: mx.array,
+        memo: Memo,
+        valid: mx.array | None = None,
+    ) -> Self:
+        """A cache like this one that holds the given arrays.
+
+        Args:
+            valid: how many tokens of the next write each row keeps, shape (B,);
+                ``None``: all.
+        """
         twin = copy.copy(self)
-        twin._storage, twin._memo = Storage(self._storage.codec, arrays), memo
+        twin._storage, twin._memo = copy.copy(self._storage), memo
+        twin._storage.arrays = arrays or None
         twin.ring = copy.copy(self.ring)
-        twin.offset = offset
+        twin.offset, twin._valid = offset, valid
         return twin
 
     def take(
@@ -632,6 +661,7 @@ class CacheCore:
         offset: mx.array,
         num_tokens: int,
         taken_back: int = 0,
+        valid: Sequence[int] = (),
     ) -> None:
         """Hold the result of a write of ``num_tokens`` tokens, after :meth:`reserve`.
 
@@ -639,6 +669,7 @@ class CacheCore:
             form, arrays: what :meth:`left` returned for the cache that was written.
             offset: tokens kept by every row now, shape (B,).
             taken_back: how many of those tokens every row has lost again.
+            valid: how many of them each row keeps; empty: all the others.
 
         Raises:
             CacheError: that is more than a ring can take back.
@@ -646,6 +677,8 @@ class CacheCore:
         self._storage.arrays = arrays
         self.offset = offset
         self._count(num_tokens, self._longest + num_tokens)
+        if valid:
+            self._leave_padding(num_tokens, valid)
         if taken_back:
             if self.ring is not None:
                 self.ring.trim(taken_back)

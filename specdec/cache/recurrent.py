@@ -297,9 +297,9 @@ class BatchRecurrentCache(BatchCache):
 
     # -- compiled forwards -----------------------------------------------------
 
-    def reserve(self, num_tokens: int) -> Hashable:
-        """As in the base class."""
-        if self.empty() or self._lengths is not None:
+    def reserve(self, num_tokens: int, *, padded: bool = False) -> Hashable:
+        """As in the base class; padding cannot be left out of states."""
+        if self.empty() or self._lengths is not None or padded:
             return None
         stays = self._options["single_stays"]
         return type(self), self.num_states, stays, self._goes_on
@@ -314,7 +314,13 @@ class BatchRecurrentCache(BatchCache):
         kept = _array(self._kept), self._offset_before
         return form, sum(parts, (*before, *now, *kept))
 
-    def holding(self, arrays: Arrays, offset: mx.array, memo: Memo) -> Self:
+    def holding(
+        self,
+        arrays: Arrays,
+        offset: mx.array,
+        memo: Memo,
+        valid: mx.array | None = None,
+    ) -> Self:
         """As in the base class."""
         n = self.num_states
         twin = super().holding(arrays[-n:], offset, memo)
@@ -354,6 +360,7 @@ class BatchRecurrentCache(BatchCache):
         offset: mx.array,
         num_tokens: int,
         taken_back: int = 0,
+        valid: Sequence[int] = (),
     ) -> None:
         """As in the base class."""
         n = self.num_states

@@ -27,9 +27,9 @@ class Scheduler:
 
     On some devices a join takes as long for one request as for several. If more
     requests could join together than rows are free, the free rows then wait: until they
-    have been idle for as long as a join takes, or half of the batch is free. This costs
-    at most twice as much as joining at the best times, which are not known in advance
-    (ski rental).
+    have been idle for as long as a join takes, or half of the batch is free and most
+    other rows are not about to reach their ``max_tokens``. This costs at most twice as
+    much as joining at the best times, which are not known in advance (ski rental).
 
     Args:
         batch_size: the most rows that decode together.
@@ -109,7 +109,7 @@ class Scheduler:
         places = max(0, self.batch_size - len(running))
         # One more than could join now: it shows whether waiting helps.
         first = list(islice(self._waiting, places + 1))
-        if running and self._is_early(places, first):
+        if running and places and self._is_early(places, first, running):
             return []
         alone = bool(first) and first[0].number in self._apart
         first = first[: min(places, 1) if alone else places]
@@ -123,14 +123,21 @@ class Scheduler:
             self._waiting.extendleft(reversed(self._passed_over))
         return admitted
 
-    def _is_early(self, places: int, first: Sequence[Request]) -> bool:
+    def _is_early(
+        self, places: int, first: Sequence[Request], running: Sequence[Request]
+    ) -> bool:
         """Whether to wait another round, so that more requests join together.
 
         Args:
-            places: free rows.
+            places: free rows, one or more.
             first: the requests that could join if one more row were free.
+            running: requests that have a row.
         """
-        if 2 * places >= self.batch_size or len(first) <= places:
+        if len(first) <= places:
+            return False
+        rounds = sorted(s.remaining for s in running)[len(running) // 2]
+        late = rounds * places > self._may_idle - self._idle
+        if late and 2 * places >= self.batch_size:
             return False
         if any(first[0] is s for s in self._passed_over):
             return False

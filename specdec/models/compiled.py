@@ -112,6 +112,7 @@ class CompiledForwards:
         padding: int = 0,
         options: tuple[Hashable, ...] = (),
         keeps: bool = True,
+        valid: Sequence[int] = (),
     ) -> tuple[Any, mx.array | None] | None:
         """Call a method of the model with arrays and the caches.
 
@@ -120,6 +121,7 @@ class CompiledForwards:
                 column of the first input, (B, S) or (B, S, D).
             options: further arguments of the method, after the caches.
             keeps: whether rows keep what is written; otherwise it is taken back.
+            valid: how many of the written tokens each row keeps; empty: all.
 
         Returns, raises:
             The same as calling this object, with the method's result (an array or
@@ -129,7 +131,7 @@ class CompiledForwards:
             return None
         parts = members(caches)
         width = inputs[0].shape[1] + padding
-        keys = [cache.reserve(width) for cache in parts]
+        keys = [cache.reserve(width, padded=bool(valid)) for cache in parts]
         if None in keys:
             return None
         given = [cache.given() for cache in parts]
@@ -139,7 +141,7 @@ class CompiledForwards:
         # Operations belong to the stream that was current when they were made.
         stream = mx.default_stream(mx.default_device())
         shapes = tuple((array.shape, array.dtype) for array in inputs)
-        how = (options, shapes, padding, keeps)
+        how = (options, shapes, padding, keeps, bool(valid))
         key = (name, how, tuple(groups), tuple(keys), str(stream))
         function = self._functions.get(key)
         if function is None:
@@ -149,10 +151,15 @@ class CompiledForwards:
             self.new_shapes += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
-            function = self._make(name, options, caches, parts, groups, padding, keeps)
+            function = self._make(
+                name, options, caches, parts, groups, padding, keeps, bool(valid)
+            )
         held = [arrays for _, arrays in given]
+        counts = [mx.array(valid, mx.int32)] if valid else []
         try:
-            found, hidden, offsets, held = function.call(list(inputs), offsets, held)
+            found, hidden, offsets, held = function.call(
+                list(inputs), [*counts, *offsets], held
+            )
         except _CannotCompileError:
             self._refused = True
             log.debug("%s leaves a cache out: it is not compiled", self._called)
@@ -173,7 +180,7 @@ class CompiledForwards:
             parts, groups, function.forms, held, strict=True
         ):
             taken_back = padding if keeps else width
-            cache.take(form, arrays, offsets[group], width, taken_back)
+            cache.take(form, arrays, offsets[group], width, taken_back, valid)
         self._functions[key] = function
         self._functions.move_to_end(key)
         if len(self._functions) > MAX_GRAPHS:
@@ -213,6 +220,7 @@ class CompiledForwards:
         groups: list[int],
         padding: int,
         keeps: bool,
+        padded: bool,
     ) -> Function:
         model, recorder = self._model, self._recorder
         bare = [cache.without_arrays() for cache in parts]
@@ -225,8 +233,9 @@ class CompiledForwards:
             inputs: list[mx.array], offsets: list[mx.array], held: Held
         ) -> tuple[Any, mx.array | None, list[mx.array], Held]:
             memo = Memo()
+            valid = offsets.pop(0) if padded else None
             twins = [
-                cache.holding(tuple(arrays), offsets[group], memo)
+                cache.holding(tuple(arrays), offsets[group], memo, valid)
                 for cache, group, arrays in zip(bare, groups, held, strict=True)
             ]
             rest = iter(twins)

@@ -432,7 +432,9 @@ class ModelRows:
             tokens = mx.array(chunk)
             inputs = self._images.inputs(model, tokens, done, valid)
             self._memo.until = self._images.until(done, valid, width)
-            self._padded_forward(tokens, valid, model=model, **inputs)
+            usual = scores is None and not inputs and self._memo.until is None
+            if not (usual and self._compiled("__call__", (tokens,), valid=valid)):
+                self._padded_forward(tokens, valid, model=model, **inputs)
             self._memo.until = None
             if scores is not None:
                 scores.take(done, valid)
@@ -618,24 +620,33 @@ class ModelRows:
             lengths: how many of the written tokens each row keeps; ``None``: all.
             keeps: whether rows keep any; otherwise all are taken back.
         """
-        method = getattr(self.runner.model, name)
-        if lengths is None:
-            compiled = self.runner.compiled
-            done = compiled and compiled.call(
-                name, arrays, self._caches, options=options, keeps=keeps
-            )
-            if done:
-                return done[0]
+        method, valid = getattr(self.runner.model, name), list(lengths or ())
+        done = self._compiled(name, arrays, options=options, keeps=keeps, valid=valid)
+        if done is not None:
+            found = done[0]
+        elif lengths is None:
             found = method(*arrays, self._caches, *options)
             if not keeps:
                 width = arrays[0].shape[1]
                 self.trim_per_sequence([width] * self.num_rows, width)
-            return found
-        with self._padded(lengths):
-            found = method(*arrays, self._caches, *options)
-        self.done = [d + n for d, n in zip(self.done, lengths, strict=True)]
-        maybe_quantize(self._caches, self.runner.options, max(self.done, default=0))
+        else:
+            with self._padded(lengths):
+                found = method(*arrays, self._caches, *options)
+        if lengths is not None:
+            self.done = [d + n for d, n in zip(self.done, lengths, strict=True)]
+            maybe_quantize(self._caches, self.runner.options, max(self.done, default=0))
         return found
+
+    def _compiled(
+        self, name: str, arrays: Sequence[mx.array], **how: Any
+    ) -> tuple[Any, mx.array | None] | None:
+        """The result of a compiled forward; ``None``: it must run as usual."""
+        if self.runner.compiled is None:
+            return None
+        done = self.runner.compiled.call(name, arrays, self._caches, **how)
+        if done is not None and self.runner.recorder is not None:
+            self.hidden = done[1]
+        return done
 
     def kept(self, place: int) -> tuple[Any, tuple[Any, Any, mx.array]]:
         """The cache at a place, and what its rows' last tokens attend to.

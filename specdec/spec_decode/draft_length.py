@@ -523,6 +523,12 @@ class RoundCosts:
         seconds = self.forwards.catch_up(num_rows, backlog)
         return seconds / self.forwards.round(num_rows, 0)
 
+    def prefill(self, num_rows: int, num_tokens: int) -> float:
+        """The cost of a drafter's forward of joining rows, in plain rounds."""
+        drafting = self.forwards.drafting(num_rows, 1)
+        seconds = drafting + self.forwards.catch_up(num_rows, num_tokens)
+        return seconds / self.forwards.round(num_rows, 0)
+
     def beside_prompts(self) -> float:
         """Plain rounds that a draft takes more beside a prefill than elsewhere."""
         (plain, some), (drafted, others) = self._beside[False], self._beside[True]
@@ -824,7 +830,7 @@ class AutoLength:
         with self._lock:
             ks = self._ks(state)
             # `choose` weighs what a new shape costs; later rows use it too.
-            once = self.costs.catch_up(state.num_rows, state.backlog)
+            once = self.costs.prefill(state.num_rows, state.backlog)
             for doubt in (0.0, 1.0) if self._budget > 0 else (0.0,):
                 rates = self._rates(state, ks, doubt=doubt)
                 for k in ks[1:]:

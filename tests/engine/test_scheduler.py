@@ -176,6 +176,31 @@ def test_rows_join_together_where_a_join_is_dear() -> None:
     assert rounds_until_some_join(1) == (1, [29])
 
 
+def test_rounds_in_which_no_row_is_free_are_not_idle() -> None:
+    """The first row that ended after a long time would join alone."""
+    scheduler = Scheduler(32, join_rounds=4)
+    for index in range(64):
+        scheduler.add(row(index))
+    running = scheduler.admit([])
+    assert not any(scheduler.admit(running) for _ in range(200))
+    waits = [scheduler.admit(running[1:]) for _ in range(64)]
+    assert [bool(admitted) for admitted in waits] == [False] * 63 + [True]
+
+
+@pytest.mark.parametrize(("left", "together"), [(2, True), (30, False)])
+def test_rows_that_end_a_little_apart_are_replaced_together(
+    left: int, together: bool
+) -> None:
+    """Half of the batch joins, and two rounds later the other half."""
+    scheduler = Scheduler(32, join_rounds=4)
+    for index in range(64):
+        scheduler.add(row(index))
+    running = scheduler.admit([])
+    for each in running[16:]:
+        each.tokens = [1] * (each.params.max_tokens - left)
+    assert bool(scheduler.admit(running[16:])) is not together
+
+
 def test_no_row_stays_idle_for_others_that_would_be_of_no_use() -> None:
     """The next prompt is read apart, however many rows are free by then."""
     scheduler = Scheduler(8, join_rounds=4)

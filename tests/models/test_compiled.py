@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from specdec.cache import CacheOptions, Memo, make_batch_caches
+from specdec.cache import CacheOptions, Memo, make_batch_caches, members
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
@@ -105,6 +105,44 @@ def test_forwards_and_caches_are_the_same(
     if option != "8-bit":
         for a, b in zip(contents(plain), contents(replayed), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [(kind, option) for kind in KINDS for option in ("dense", "bounded")],
+)
+def test_chunks_of_prompts_and_what_follows_are_the_same(
+    tiny_model: TinyModel, kind: str, option: str
+) -> None:
+    """From nothing on; padding that is kept, or counted for another row, would show."""
+    model, rows, options = built(tiny_model, kind), 3, OPTIONS[option]
+    forwards, draw = CompiledForwards(model), np.random.default_rng(1)
+    built_before = 0
+    for _ in range(2):  # the second time, graphs are there
+        chosen = CacheOptions(max_write=8, read_bucket=8, max_length=90, **options)
+        plain, replayed = (
+            make_batch_caches(model, rows, chosen, "it", Memo()) for _ in range(2)
+        )
+        for valid in ([8, 5, 1], [0, 8, 3], [4, 4, 4], None, [2, 0, 7], None):
+            width = 8 if valid else 3
+            tokens = mx.array(draw.integers(0, 90, (rows, width)))
+            if valid:
+                for cache in plain:
+                    cache.prepare(lengths=valid)
+            expected = model(tokens, cache=plain)
+            for cache in plain:
+                cache.finalize()
+            done = forwards.call("__call__", (tokens,), replayed, valid=valid or ())
+            assert done is not None
+            for i, n in enumerate(valid or [width] * rows):
+                np.testing.assert_allclose(
+                    done[0][i, :n], expected[i, :n], rtol=2e-4, atol=2e-4
+                )
+            for a, b in zip(members(plain), members(replayed), strict=True):
+                assert a.offset.tolist() == b.offset.tolist()
+                assert (a._longest, a._uniform) == (b._longest, b._uniform)
+        before, built_before = built_before, forwards.new_shapes
+    assert built_before == before > 0
 
 
 def test_a_graph_is_built_once_for_each_shape(tiny_model: TinyModel) -> None:

@@ -114,7 +114,11 @@ class Job:
         slots, pace, idle, plain = self.rows, rng.randrange(11), 0, 0
         while queue or left:
             free = min(self.rows - len(left), len(queue))
-            if left and 2 * free < self.rows and len(queue) > free:
+            may_idle = self.join_rounds * self.rows - idle
+            others = sorted(left.values())
+            if left and free and len(queue) > free and (
+                2 * free < self.rows or others[len(left) // 2] * free <= may_idle
+            ):
                 idle += max(free, self.rows // 16)
                 free *= idle >= self.join_rounds * self.rows
             if free:
