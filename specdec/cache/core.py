@@ -160,7 +160,7 @@ class CacheCore:
         # included.
         self._last_write = 0, 0
         # The same as an array, while a graph is built.
-        self._valid: mx.array | None = None
+        self._row_counts: mx.array | None = None
         # Right padding announced by prepare(), not yet taken back.
         self._lengths: list[int] | None = None
         self._right_padding: list[int] | None = None
@@ -347,7 +347,7 @@ class CacheCore:
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         self._count(num_tokens, longest)
-        offset, kept = self.offset, self._valid
+        offset, kept = self.offset, self._row_counts
         if kept is not None:
             self.offset = self._memo.get(
                 "advance", (offset, kept), None, lambda: unfused(mx.add, offset, kept)
@@ -607,9 +607,11 @@ class CacheCore:
         # A mask, or one of its rules, may be left out only where attention reads no
         # more than the rows hold.
         bound = longest if extent == longest else None
-        storage, first = self._storage, self._storage.least if self.empty() else None
-        key = type(self), storage.codec, self.layout, capacity, extent, bound, first
-        return *key, self._uniform
+        first, codec = self.empty(), self._storage.codec
+        if first:
+            capacity = max(capacity, self._storage.least)
+        how = first, self._uniform
+        return type(self), codec, self.layout, capacity, extent, bound, how
 
     @property
     def arrays(self) -> Arrays:
@@ -651,7 +653,7 @@ class CacheCore:
         twin._storage, twin._memo = copy.copy(self._storage), memo
         twin._storage.arrays = arrays or None
         twin.ring = copy.copy(self.ring)
-        twin.offset, twin._valid = offset, valid
+        twin.offset, twin._row_counts = offset, valid
         return twin
 
     def take(

@@ -155,7 +155,7 @@ class CompiledForwards:
                 name, options, caches, parts, groups, padding, keeps, bool(valid)
             )
         held = [arrays for _, arrays in given]
-        counts = [mx.array(valid, mx.int32)] if valid else []
+        counts = [mx.array(list(valid), mx.int32)] if valid else []
         try:
             found, hidden, offsets, held = function.call(
                 list(inputs), [*counts, *offsets], held
