@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UnsupportedModelError
-from ...utils.data_files import DataError
 from ...sampling import largest
+from ...utils.data_files import DataError
 from ...utils.printable import quoted
 from .config import HeadConfig, LayerSizes, Published, spread_layers
 from .head import DraftHead

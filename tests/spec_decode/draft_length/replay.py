@@ -116,8 +116,11 @@ class Job:
             free = min(self.rows - len(left), len(queue))
             may_idle = self.join_rounds * self.rows - idle
             others = sorted(left.values())
-            if left and free and len(queue) > free and (
-                2 * free < self.rows or others[len(left) // 2] * free <= may_idle
+            if (
+                left
+                and free
+                and len(queue) > free
+                and (2 * free < self.rows or others[len(left) // 2] * free <= may_idle)
             ):
                 idle += max(free, self.rows // 16)
                 free *= idle >= self.join_rounds * self.rows
