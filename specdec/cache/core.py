@@ -159,8 +159,6 @@ class CacheCore:
         # Tokens per row of the last write, and the longest row after it, padding
         # included.
         self._last_write = 0, 0
-        # The same as an array, while a graph is built.
-        self._row_counts: mx.array | None = None
         # Right padding announced by prepare(), not yet taken back.
         self._lengths: list[int] | None = None
         self._right_padding: list[int] | None = None
@@ -347,7 +345,7 @@ class CacheCore:
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         self._count(num_tokens, longest)
-        offset, kept = self.offset, self._row_counts
+        offset, kept = self.offset, self._memo.valid
         if kept is not None:
             self.offset = self._memo.get(
                 "advance", (offset, kept), None, lambda: unfused(mx.add, offset, kept)
@@ -636,24 +634,13 @@ class CacheCore:
         del bare.offset
         return bare
 
-    def holding(
-        self,
-        arrays: Arrays,
-        offset: mx.array,
-        memo: Memo,
-        valid: mx.array | None = None,
-    ) -> Self:
-        """A cache like this one that holds the given arrays.
-
-        Args:
-            valid: how many tokens of the next write each row keeps, shape (B,);
-                ``None``: all.
-        """
+    def holding(self, arrays: Arrays, offset: mx.array, memo: Memo) -> Self:
+        """A cache like this one that holds the given arrays."""
         twin = copy.copy(self)
         twin._storage, twin._memo = copy.copy(self._storage), memo
         twin._storage.arrays = arrays or None
         twin.ring = copy.copy(self.ring)
-        twin.offset, twin._row_counts = offset, valid
+        twin.offset = offset
         return twin
 
     def take(

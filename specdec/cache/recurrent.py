@@ -314,13 +314,7 @@ class BatchRecurrentCache(BatchCache):
         kept = _array(self._kept), self._offset_before
         return form, sum(parts, (*before, *now, *kept))
 
-    def holding(
-        self,
-        arrays: Arrays,
-        offset: mx.array,
-        memo: Memo,
-        valid: mx.array | None = None,
-    ) -> Self:
+    def holding(self, arrays: Arrays, offset: mx.array, memo: Memo) -> Self:
         """As in the base class."""
         n = self.num_states
         twin = super().holding(arrays[-n:], offset, memo)

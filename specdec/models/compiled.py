@@ -233,9 +233,9 @@ class CompiledForwards:
             inputs: list[mx.array], offsets: list[mx.array], held: Held
         ) -> tuple[Any, mx.array | None, list[mx.array], Held]:
             memo = Memo()
-            valid = offsets.pop(0) if padded else None
+            memo.valid = offsets.pop(0) if padded else None
             twins = [
-                cache.holding(tuple(arrays), offsets[group], memo, valid)
+                cache.holding(tuple(arrays), offsets[group], memo)
                 for cache, group, arrays in zip(bare, groups, held, strict=True)
             ]
             rest = iter(twins)
