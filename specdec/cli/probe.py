@@ -43,22 +43,23 @@ def probe(
     """  # noqa: D301 - click's mark for lines to keep
     from ..backend import defaults, describe
     from ..model_names import short, target_name
-    from ..models.metal_kernels import matrices_of, trials
+    from ..models.metal_kernels import layers_of, matrices_of, trials
     from ..models.model_outline import outline
 
     name = target_name(target)
-    kinds = matrices_of(outline(name, dtype=dtype).model)
-    if not kinds:
-        raise click.UsageError(f"{short(name)} has no matrices to time: only experts")
     machine, ours = describe(), defaults().name == "metal"
+    model = outline(name, dtype=dtype).model
+    kinds = len(matrices_of(model)) + len(layers_of(model)) * ours
+    if not matrices_of(model):
+        raise click.UsageError(f"{short(name)} has no matrices to time: only experts")
     found: list[Trial] = []
-    with Progress("kind", len(kinds), quiet=quiet) as progress:
+    with Progress("kind", kinds, quiet=quiet) as progress:
         progress.add(0, what="timing products")
-        for trial in trials(kinds, ours=ours, again=again):
+        for trial in trials(model, ours=ours, again=again):
             found.append(trial)
             progress.add(1, what="timing products")
     if as_json:
-        results = [{**vars(each), "kind": each.kind.name} for each in found]
+        results = [vars(each) for each in found]
         show(json_text({"target": name, "machine": machine, "trials": results}))
     else:
         show(report(short(name), machine, found, ours=ours))
@@ -77,10 +78,10 @@ def report(
         "",
         _table(found),
     ]
-    lines += [f"{e.kind.name}: {e.fault}" for e in found if e.fault]
+    lines += [f"{e.name}: {e.fault}" for e in found if e.fault]
     if ours:
         used = [e for e in found if e.used]
-        lines += [f"{e.kind.name}: used for {_ranges(e.used)} rows" for e in used]
+        lines += [f"{e.name}: used for {_ranges(e.used)} rows" for e in used]
         if not used:
             lines.append("no kernel of ours is used")
         lines += ["```", f"Please open an issue, {_ISSUE!r}, with this block."]
@@ -102,10 +103,10 @@ def _table(found: Sequence[Trial]) -> str:
                 continue
             one = each.mlx[rows[0]]
             relative = (f"{times[n] / one:.2f}" if n in times else "" for n in rows[1:])
-            head = [each.kind.name, f"x{each.layers}"] if by == "MLX" else ["", ""]
+            head = [each.name, f"x{each.layers}"] if by == "MLX" else ["", ""]
             first = f"{one:.3f}" if by == "MLX" else ""
             lines.append([*head, by, first, *relative])
-    timed = [each for each in found if each.mlx]
+    timed = [each for each in found if each.mlx.keys() == set(rows)]
     if len(timed) > 1:
         whole = {n: sum(e.layers * e.mlx[n] for e in timed) for n in rows}
         one = whole[rows[0]]

@@ -27,6 +27,7 @@ from mlx_lm.models.activations import precise_swiglu
 from . import gated_delta_source as text
 from .kernels import cuda_kernel
 from .proofs import holds
+from .to_metal import metal_kernel
 
 # Limits of the kernel: heads up to these sizes. Each
 # block computes a head of values. LANES threads share ROWS rows of its state, in
@@ -38,6 +39,8 @@ MOST_KEY_SIZE, MOST_VALUE_SIZE = 192, 128
 # Indices of a row's inputs are whole numbers of 32 bits.
 MOST_INPUTS = 2**31 - 2**20
 _TYPES = (mx.bfloat16, mx.float16, mx.float32)
+# Bytes of a threadgroup on Metal.
+_GROUP_MEMORY = 32 * 2**10
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,17 @@ class Form:
         return self.channels, wide, self.value_heads, self.value_heads
 
     @property
+    def name(self) -> str:
+        """A name for verdicts."""
+        return f"gated delta {self}"
+
+    @property
     def known(self) -> bool:
         """Whether the kernel supports this form."""
+        memory = (2 * self.key_size + self.value_size + 2) * 4 * TILE
         return (
-            self.dtype in _TYPES
+            not (mx.metal.is_available() and memory > _GROUP_MEMORY)
+            and self.dtype in _TYPES
             and self.key_size % (4 * LANES) == 0
             and self.value_size % (32 // LANES * ROWS) == 0
             and self.key_size <= MOST_KEY_SIZE
@@ -161,7 +171,8 @@ def _kernel(name: str, eps: float, again: bool, ragged: bool) -> Any:
         inputs, outputs = (*inputs, "noted", "kept_of"), (*outputs, "middle")
     if ragged:
         inputs = (*inputs, "lengths")
-    return cuda_kernel(name, source, inputs, outputs, copies_views=False)
+    make = metal_kernel if mx.metal.is_available() else cuda_kernel
+    return make(name, source, inputs, outputs, copies_views=False)
 
 
 def scan(
@@ -379,7 +390,12 @@ _proven: dict[Form, bool] = {}
 
 
 def takes(form: Form | None, hidden: mx.array, tokens: int) -> bool:
-    """Whether ``tokens`` tokens of every row are left to :func:`scan`."""
+    """Whether ``tokens`` tokens of every row are left to :func:`scan`.
+
+    On Metal, prompts are MLX's: it has a kernel for them.
+    """
+    if mx.metal.is_available() and tokens > TILE:
+        return False
     return (
         form is not None
         and _proven.get(form, False)
@@ -394,9 +410,13 @@ def proven(form: Form) -> bool:
     The first call tries it, and must not be within a function that is traced.
     """
     if form not in _proven:
-        name = f"gated delta {form}"
-        _proven[form] = form.known and holds(name, partial(_agrees, form))
+        _proven[form] = form.known and holds(form.name, partial(_agrees, form))
     return _proven[form]
+
+
+def settle(form: Form, right: bool) -> None:
+    """Take a verdict that was reached elsewhere."""
+    _proven[form] = right
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:

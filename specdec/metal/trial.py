@@ -1,4 +1,4 @@
-"""Proves and times products on this device; a program for a child process.
+"""Proves and times kernels on this device; a program for a child process.
 
 A kernel may hang a GPU or end its process. So nothing here runs in the process that
 decodes: ``specdec probe`` asks ``python -m specdec.metal.trial``.
@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.gated_delta import gated_delta_kernel
 
+from ..cuda import gated_delta
+from ..cuda.gated_delta import Form, Found, Inputs, reference, scan
 from ..utils.child import serve
 from .few_rows import Kind, faults, product
 
 # Bytes of the matrices of a chain, so that no cache holds them; the most products of a
 # chain, and about how many seconds one takes.
 _BYTES, _MOST_PRODUCTS, _SECONDS = 256 * 2**20, 64, 0.03
+# Gated delta layers of a chain.
+_LAYERS = 16
 # How often each chain is timed, and the seconds after which it is not timed again.
 _TIMES, _PATIENCE = 5, 2.0
 _MEMORY = 2**48  # what a GPU maps is no measure of what a trial takes
@@ -28,17 +34,95 @@ _MEMORY = 2**48  # what a GPU maps is no measure of what a trial takes
 Product = Callable[[mx.array, Sequence[mx.array]], mx.array]
 
 
-def try_kind(request: dict[str, Any]) -> dict[str, Any]:
-    """Time MLX's products of a kind of matrix, and prove and time ours.
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Time MLX's computation, and prove and time ours.
 
     Args:
-        request: ``kind`` of :meth:`Kind.wire`, ``rows`` to time, and whether to try
-            our kernel, ``ours``.
+        request: ``rows`` to time, whether to try our kernel, ``ours``, and a matrix or
+            a layer: ``kind`` of :meth:`Kind.wire`, or ``form`` of :func:`form_wire`.
 
     Returns:
         ``fault``: what is wrong with our kernel, or an empty text; ``mlx`` and
-        ``ours``: milliseconds of a product by number of rows.
+        ``ours``: milliseconds by number of rows.
     """
+    if "form" in request:
+        return try_form(request)
+    return try_kind(request)
+
+
+def form_wire(form: Form) -> dict[str, Any]:
+    """A form of gated delta layers in values for JSON."""
+
+    def name(dtype: mx.Dtype) -> str:
+        return str(dtype).rpartition(".")[2]
+
+    types = [name(each) for each in form.types]
+    return {**vars(form), "dtype": name(form.dtype), "types": types}
+
+
+def read_form(wire: dict[str, Any]) -> Form:
+    """The form that :func:`form_wire` described."""
+    values = {each.name: wire[each.name] for each in fields(Form)}
+    values["dtype"] = getattr(mx, wire["dtype"])
+    values["types"] = tuple(getattr(mx, each) for each in wire["types"])
+    return Form(**values)
+
+
+def try_form(request: dict[str, Any]) -> dict[str, Any]:
+    """Prove our kernel of gated delta layers, and time it and mlx-lm's operations.
+
+    As many tokens of one row as there are rows in the request, layer after layer.
+    """
+    form = read_form(request["form"])
+    if not form.known:
+        return {"fault": "our kernel does not take this layer", "mlx": {}, "ours": {}}
+    fault = "" if gated_delta._agrees(form) else "results differ from mlx-lm's"
+    hows: dict[str, Callable[..., Found]] = {
+        "mlx": partial(reference, rule=gated_delta_kernel)
+    }
+    if not fault:
+        hows["ours"] = scan
+    found: dict[str, dict[int, float]] = {name: {} for name in hows}
+    for tokens in request["rows"]:
+        drawn = gated_delta.drawn(form, 1, tokens)
+        mx.eval(drawn)
+        took = _in_turns(
+            {n: partial(_layers, form, drawn, tokens, how) for n, how in hows.items()}
+        )
+        for name, seconds in took.items():
+            found[name][tokens] = 1e3 * seconds / _LAYERS
+    return {"fault": fault, "mlx": {}, "ours": {}, **found}
+
+
+def _layers(form: Form, drawn: Any, tokens: int, how: Callable[..., Found]) -> float:
+    """The seconds of a chain of layers, each of which waits for the one before."""
+    weights, inputs, past, after = drawn
+    begin = time.perf_counter()
+    for _ in range(_LAYERS):
+        nothing = after[0, 0, 0, 0] * 0
+        waiting = Inputs(*(x + nothing.astype(x.dtype) for x in inputs))
+        layer = how(form, weights, waiting, past, after)
+        past, after = layer.log.joined[:, tokens:], layer.after
+    mx.eval(after, layer.y)
+    return time.perf_counter() - begin
+
+
+def _in_turns(chains: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """The median seconds of chains that take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in chains}
+    begin = time.perf_counter()
+    for turn in range(_TIMES + 1):
+        for name, chain in chains.items():
+            took = chain()
+            if turn:  # before, kernels are compiled
+                seconds[name].append(took)
+        if turn and time.perf_counter() - begin > _PATIENCE:
+            break
+    return {name: median(each) for name, each in seconds.items()}
+
+
+def try_kind(request: dict[str, Any]) -> dict[str, Any]:
+    """Time MLX's products with a kind of matrix, and prove and time ours."""
     kind, rows = Kind.read(request["kind"]), list(request["rows"])
     timed: dict[str, Product] = {"mlx": partial(_by_mlx, kind)}
     fault = ""
@@ -81,17 +165,8 @@ def _times(
         # One row, and more than 16, are MLX's.
         some = {n: p for n, p in timed.items() if n == "mlx" or 1 < number <= 16}
         chains = {n: _chain(p, matrices, length, x) for n, p in some.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in some}
-        begin = time.perf_counter()
-        for turn in range(_TIMES + 1):
-            for name, chain in chains.items():
-                took = chain()
-                if turn:  # before, kernels are compiled
-                    seconds[name].append(took)
-            if turn and time.perf_counter() - begin > _PATIENCE:
-                break
-        for name, each in seconds.items():
-            found[name][number] = 1e3 * median(each) / length
+        for name, seconds in _in_turns(chains).items():
+            found[name][number] = 1e3 * seconds / length
     return found
 
 
@@ -134,4 +209,4 @@ def _chain(
 
 
 if __name__ == "__main__":
-    serve(try_kind, memory=_MEMORY)
+    serve(answer, memory=_MEMORY)

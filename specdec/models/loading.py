@@ -221,7 +221,7 @@ def fit(model: Any) -> None:
     if backend.name == "cpu":
         widen_packed(model)
     if backend.name == "metal":
-        metal_kernels.take_few_rows(model)
+        metal_kernels.take_kernels(model)
     if backend.kernels:
         parts: Any = (
             flattened_matmul,

@@ -15,10 +15,12 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..cuda import proofs
+from ..cuda import gated_delta, proofs
+from ..cuda.gated_delta import Form, form_of, is_layer
 from ..cuda.modules import change_kinds, leaves_of
 from ..metal import few_rows
 from ..metal.few_rows import BANDS, KINDS, Kind
+from ..metal.trial import form_wire
 from ..utils.child import Child, ChildError
 from .kernel_proofs import kept_proofs
 
@@ -26,6 +28,8 @@ from .kernel_proofs import kept_proofs
 SWITCH = "SPECDEC_METAL_KERNELS"
 #: The numbers of rows whose products are timed.
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 24, 32)
+#: The most tokens of a row that our kernel of gated delta layers computes on Metal.
+TOKENS = gated_delta.TILE
 # A kernel is used if it is faster by this factor for each timed number of rows.
 MARGIN = 1.15
 # The most seconds of a trial. One takes some 10 on a GPU, more on a CPU.
@@ -34,21 +38,54 @@ _SECONDS = 240.0
 
 @dataclass(frozen=True)
 class Trial:
-    """What was found about products with one kind of matrix.
+    """What was found about products with one kind of matrix, or one kind of layer.
 
     Attributes:
-        layers: how many layers of the model have such a matrix.
-        mlx, ours: milliseconds of a product, by number of rows; ours empty: not tried.
+        name: the kind.
+        layers: how many layers of the model are of that kind.
+        mlx, ours: milliseconds by number of rows; ours empty: not tried.
         fault: why there are no times of ours, or none at all.
         used: the numbers of rows for which our kernel is used from now on.
     """
 
-    kind: Kind
+    name: str
     layers: int
     mlx: dict[int, float] = field(default_factory=dict)
     ours: dict[int, float] = field(default_factory=dict)
     fault: str = ""
     used: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is tried: what a child is asked, and the verdicts by ranges of rows."""
+
+    name: str
+    request: dict[str, Any]
+    rows: tuple[int, ...]
+    verdicts: dict[tuple[int, int], str]
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The numbers of rows with which the kernel is proven, and faster."""
+        bands = [band for band, name in self.verdicts.items() if proofs.kept(name)]
+        return tuple(n for low, high in bands for n in range(low, high + 1))
+
+
+def _of_matrix(kind: Kind, rows: Sequence[int] = ROWS) -> _Subject:
+    bands = BANDS if kind.fits else ()
+    verdicts = {
+        each: f"few rows: {kind.name}, {each[0]} to {each[1]}" for each in bands
+    }
+    return _Subject(kind.name, {"kind": kind.wire()}, tuple(rows), verdicts)
+
+
+def _of_layer(form: Form, rows: Sequence[int] = ROWS) -> _Subject:
+    heads = f"{form.key_heads} and {form.value_heads} heads"
+    name = f"gated delta, {heads} of {form.key_size}, tokens"
+    tokens = tuple(n for n in rows if n <= TOKENS)
+    request = {"form": form_wire(form)}
+    return _Subject(name, request, tokens, {(1, TOKENS): form.name})
 
 
 def matrices_of(model: nn.Module) -> Counter[Kind]:
@@ -75,79 +112,74 @@ def matrices_of(model: nn.Module) -> Counter[Kind]:
     return counts
 
 
+def layers_of(model: nn.Module) -> Counter[Form]:
+    """The forms of a model's gated delta layers, and how many layers have each."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    forms = (form_of(each) for _, each in modules if is_layer(type(each)))
+    return Counter(form for form in forms if form is not None)
+
+
 def trials(
-    kinds: Counter[Kind], *, ours: bool, again: bool = False, rows: Sequence[int] = ROWS
+    model: nn.Module, *, ours: bool, again: bool = False, rows: Sequence[int] = ROWS
 ) -> Iterator[Trial]:
-    """Time MLX's products of each kind, and try our kernel where it has not been tried.
+    """Time MLX's products with a model's matrices, and try our kernels.
+
+    Gated delta layers are timed where there is a kernel to try. What was tried before
+    is not tried again.
 
     Args:
         ours: whether this machine can run our kernels.
         again: try them even if they were tried before.
         rows: the numbers of rows to time.
     """
+    subjects = [(_of_matrix(k, rows), n) for k, n in matrices_of(model).items()]
+    if ours:
+        subjects += [(_of_layer(f, rows), n) for f, n in layers_of(model).items()]
     child = Child("specdec.metal.trial", again=False)
     try:
-        for kind, layers in kinds.items():
+        for subject, layers in subjects:
             with kept_proofs():
-                yield _try(child, kind, layers, ours=ours, again=again, rows=rows)
+                yield _try(child, subject, layers, ours=ours, again=again)
     finally:
         child.kill()
         child.close()
 
 
 def _try(
-    child: Child,
-    kind: Kind,
-    layers: int,
-    *,
-    ours: bool,
-    again: bool,
-    rows: Sequence[int],
+    child: Child, subject: _Subject, layers: int, *, ours: bool, again: bool
 ) -> Trial:
-    names = {band: _verdict(kind, band) for band in BANDS}
-    tries = ours and kind.fits and (again or proofs.kept(names[BANDS[0]]) is None)
+    verdicts = subject.verdicts if ours else {}
+    new = any(proofs.kept(name) is None for name in verdicts.values())
+    tries = bool(verdicts) and (again or new)
     if tries:
-        for name in names.values():
+        for name in verdicts.values():
             proofs.keep(name, False)
     fault, answer = "", None
     for with_ours in (True, False) if tries else (False,):
-        request = {"kind": kind.wire(), "rows": list(rows), "ours": with_ours}
+        request = {**subject.request, "rows": subject.rows, "ours": with_ours}
         try:
             answer = child.ask(request, _SECONDS)
             break
         except ChildError as error:
             fault = fault or str(error)
     if answer is None:
-        return Trial(kind, layers, fault=fault)
+        return Trial(subject.name, layers, fault=fault)
     by_mlx, by_ours = (
         {int(number): ms for number, ms in answer[name].items()}
         for name in ("mlx", "ours")
     )
-    for (low, high), name in names.items() if by_ours else ():
+    for (low, high), name in verdicts.items() if by_ours else ():
         gains = [by_mlx[n] / ms for n, ms in by_ours.items() if low <= n <= high]
         proofs.keep(name, bool(gains) and min(gains) >= MARGIN)
-    used = _rows(kind) if ours and kind.fits else frozenset()
+    used = subject.used if ours else ()
     fault = fault or answer["fault"]
-    if ours and kind.fits and not tries and not used:
+    if verdicts and not tries and not used:
         fault = "our kernel was tried before, and is off (--again tries it again)"
-    return Trial(kind, layers, by_mlx, by_ours, fault, tuple(sorted(used)))
+    return Trial(subject.name, layers, by_mlx, by_ours, fault, used)
 
 
-def _verdict(kind: Kind, band: tuple[int, int]) -> str:
-    return f"few rows: {kind.name}, {band[0]} to {band[1]}"
-
-
-def _rows(kind: Kind) -> frozenset[int]:
-    """The numbers of rows for which the kernel has been proven and found faster."""
-    rows: set[int] = set()
-    for low, high in BANDS:
-        if proofs.kept(_verdict(kind, (low, high))):
-            rows.update(range(low, high + 1))
-    return frozenset(rows)
-
-
-def take_few_rows(model: nn.Module) -> None:
-    """Let proven kernels compute the model's products of few rows, in place."""
+def take_kernels(model: nn.Module) -> None:
+    """Let proven kernels compute the model's products and layers, in place."""
     if os.environ.get(SWITCH, "").strip() == "0":
         return
 
@@ -155,8 +187,10 @@ def take_few_rows(model: nn.Module) -> None:
         kind = Kind.of(layer)
         if kind is None:
             return False
-        few_rows.rows_of[kind] = _rows(kind)
+        few_rows.rows_of[kind] = frozenset(_of_matrix(kind).used)
         return bool(few_rows.rows_of[kind])
 
     with kept_proofs():
         change_kinds(model, KINDS, suits)
+        for form in layers_of(model):
+            gated_delta.settle(form, bool(_of_layer(form).used))

@@ -6,7 +6,8 @@ modules do, and what states they keep. A twin of the model shares its weights; i
 each recurrent layer has a subclass that hands its calls to the cache. The cache repeats
 a call on the same inputs for the tokens that a row has kept. mlx-lm's code computes all
 of it, with the states in an ``ArraysCache``. Only gated delta layers have their own
-kernel on CUDA, and on a CPU products of matrices for prompts.
+kernel on CUDA (on Metal for rounds, if it was proven), and on a CPU products of
+matrices for prompts.
 
 Projections and convolutions do not depend on what a row keeps. Their outputs are
 taped, so that repeating a call computes only the recurrence.

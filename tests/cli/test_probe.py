@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from click.testing import Result
 
 from specdec.backend import _DEFAULTS
-from specdec.metal.few_rows import Kind
 from specdec.models import metal_kernels
 from specdec.models.metal_kernels import Trial
 from tests.models.folders import write_folder
 
 Specdec = Callable[..., Result]
-KIND = Kind(4, 32, mx.float32, 64, 32)
+NAME, OTHER = "4 bits by 32, float32, 64 x 32", "gated delta, tokens"
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +31,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """What a machine answers; empty: this one is asked."""
     results: list[Trial] = []
 
-    def trials(kinds: Counter[Kind], *, ours: bool, again: bool) -> Iterator[Trial]:
-        assert kinds
+    def trials(model: Any, *, ours: bool, again: bool) -> Iterator[Trial]:
         yield from results
 
     monkeypatch.setattr(metal_kernels, "trials", trials)
@@ -71,28 +67,27 @@ def test_a_machine_with_metal(
     monkeypatch.setattr("specdec.backend.defaults", lambda: _DEFAULTS["metal"])
     mlx = {1: 0.2, 2: 0.2, 9: 0.8}
     ours = {2: 0.3, 9: 0.4}
-    other = KIND._replace(columns=128)
     found += [
-        Trial(KIND, 4, mlx, ours, used=tuple(range(9, 17))),
-        Trial(other, 2, mlx, fault="it takes longer than 240 seconds"),
+        Trial(NAME, 4, mlx, ours, used=tuple(range(9, 17))),
+        Trial(OTHER, 2, mlx, fault="it takes longer than 240 seconds"),
     ]
     result = specdec("probe", "--target", str(folder), "--quiet")
     assert result.exit_code == 0
     rows = [line.split("  ") for line in result.stdout.splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in rows]
-    assert [KIND.name, "x4", "MLX", "0.200", "1.00", "4.00"] in cells
+    assert [NAME, "x4", "MLX", "0.200", "1.00", "4.00"] in cells
     assert ["ours", "1.50", "2.00"] in cells
     assert ["all", "x6", "MLX", "1.200", "1.00", "4.00"] in cells
-    assert [f"{KIND.name}: used for 9 to 16 rows"] in cells
-    assert [f"{other.name}: it takes longer than 240 seconds"] in cells
+    assert [f"{NAME}: used for 9 to 16 rows"] in cells
+    assert [f"{OTHER}: it takes longer than 240 seconds"] in cells
     assert "Times from your machine" in result.stdout.splitlines()[-1]
 
 
 def test_json(folder: Path, specdec: Specdec, found: list[Trial]) -> None:
-    found.append(Trial(KIND, 4, {1: 0.2}))
+    found.append(Trial(NAME, 4, {1: 0.2}))
     result = specdec("probe", "--target", str(folder), "--quiet", "--json")
     record: Any = json.loads(result.stdout)
-    assert record["trials"][0]["kind"] == KIND.name
+    assert record["trials"][0]["name"] == NAME
     assert record["trials"][0]["mlx"] == {"1": 0.2}
     assert record["machine"]["mlx"]
 
@@ -101,7 +96,7 @@ def test_nothing_could_be_timed(
     folder: Path, specdec: Specdec, found: list[Trial]
 ) -> None:
     """The block says why, and scripts see that it failed."""
-    found.append(Trial(KIND, 4, fault="its process ended (-11)"))
+    found.append(Trial(NAME, 4, fault="its process ended (-11)"))
     result = specdec("probe", "--target", str(folder), "--quiet")
     assert result.exit_code == 1
-    assert f"{KIND.name}: its process ended (-11)" in result.stdout
+    assert f"{NAME}: its process ended (-11)" in result.stdout

@@ -47,9 +47,11 @@ _PARAMETER = re.compile(
 )
 # Memory of a threadgroup is static, and known to the runtime.
 _THREADGROUP = re.compile(
-    r"(^|[;{}])(\s*)threadgroup\s+([\w:]+(?:<[^;]*?>)?)\s+(\w+)\s*((?:\[[^;]*?\])*)\s*;",
+    r"(?:(?<=[;{}])|^)(\s*)threadgroup\s+([\w:]+(?:<[^;]*?>)?)\s+(\w+)"
+    r"\s*((?:\[[^;]*?\])*)\s*;",
     re.M,
 )
+_UNKNOWN = re.compile(r"\bthreadgroup\s+[\w:]+(?:<[^;]*?>)?\s+\w+\s*[\[,;=]")
 _TYPE = r"(?:vec<[^<>]*>|(?:u?(?:int|short|char|long)|float|half|bfloat)\w*|T)"
 _POINTER = re.compile(rf"((?:\w+\s+)*)(?<![\w:])(?:metal::)?{_TYPE}\s*\*")
 _SPACES = {"device", "constant", "thread", "threadgroup"}
@@ -88,12 +90,15 @@ def compiled(
         arguments: for each parameter, a C++ expression.
     """
     # The runtime knows, and poisons, the memory of a threadgroup.
-    known = r"\1\2static \3 \4\5; static simt::Shared shared_\4(&\4, sizeof \4);"
+    known = r"\1static \2 \3\4; static simt::Shared shared_\3(&\3, sizeof \3);"
+    code = _THREADGROUP.sub(known, code)
+    if found := _UNKNOWN.search(code):
+        raise KernelFault(f"{found[0]}...: declare one threadgroup array a statement")
     parts = (
         "#define SIMT_METAL",
         '#include "simt.h"',
         '#line 1 "source"',
-        _THREADGROUP.sub(known, code),
+        code,
         launching(function, arguments),
     )
     return library("\n".join(parts), flags)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
 
 from specdec import backend
-from specdec.cuda import proofs
+from specdec.cuda import gated_delta, proofs
 from specdec.cuda.fused_linear import separated
 from specdec.metal import few_rows, trial
 from specdec.metal.few_rows import FewRowsEmbedding, FewRowsLinear, Kind
 from specdec.models import kernel_proofs, metal_kernels
 from specdec.models.kernel_proofs import kept_proofs
-from specdec.models.metal_kernels import ROWS, matrices_of, take_few_rows, trials
+from specdec.models.metal_kernels import ROWS, matrices_of, take_kernels, trials
 from specdec.models.precision import cast, quantized_copy
 from specdec.utils.child import ChildError
 from tests.cuda.emulation.cuda import emulated, needs_compiler
+from tests.cuda.test_gated_delta import HALF
 from tests.metal.emulation import metal_kernel
+from tests.models.architectures import build
 
 KIND = Kind(4, 32, mx.float32, 40, 64)
 
@@ -53,8 +56,8 @@ class FakeChild:
         answer: dict[str, Any] = {"fault": "", "mlx": mlx, "ours": {}}
         if request["ours"]:
             # The machine may go down now.
-            assert used() == frozenset()
-            assert proofs.kept(metal_kernels._verdict(KIND, (2, 4))) is False
+            assert used() == ()
+            assert proofs.kept(verdict(KIND, (2, 4))) is False
             if isinstance(self.ours, ChildError):
                 raise self.ours
             if isinstance(self.ours, str):
@@ -75,13 +78,18 @@ def child(monkeypatch: pytest.MonkeyPatch) -> type[FakeChild]:
     return FakeChild
 
 
-def used() -> frozenset[int]:
+def used() -> tuple[int, ...]:
     with kept_proofs():
-        return metal_kernels._rows(KIND)
+        return metal_kernels._of_matrix(KIND).used
+
+
+def verdict(kind: Kind, band: tuple[int, int]) -> str:
+    return metal_kernels._of_matrix(kind).verdicts[band]
 
 
 def probe(**how: Any) -> metal_kernels.Trial:
-    (found,) = trials(Counter({KIND: 3}), **{"ours": True, **how})
+    layer = nn.QuantizedLinear(64, 40, bias=False, group_size=32, bits=4)
+    (found,) = trials(nn.Sequential(layer), **{"ours": True, **how})
     return found
 
 
@@ -91,12 +99,12 @@ def test_a_kernel_is_used_where_it_is_faster(child: type[FakeChild]) -> None:
     found = probe()
     assert found.used == tuple(range(5, 17))
     assert (found.fault, found.mlx[32], found.ours[16]) == ("", 32.0, 8.0)
-    assert used() == frozenset(range(5, 17))
+    assert used() == tuple(range(5, 17))
     child.ours = staticmethod(lambda rows: 0.9)
     assert probe().used == found.used  # kept, not tried again
     assert [request["ours"] for request in child.requests] == [True, False]
     assert probe(again=True).used == ()
-    assert used() == frozenset()
+    assert used() == ()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,7 @@ def test_what_hangs_crashes_or_is_wrong_is_off_and_not_repeated(
     assert set(found.mlx) == set(ROWS)  # MLX's products are timed all the same
     child.ours = staticmethod(lambda rows: 0.1)
     again = probe()
-    assert (again.used, used()) == ((), frozenset())
+    assert (again.used, used()) == ((), ())
     assert "tried before" in again.fault
     assert not child.requests[-1]["ours"]
 
@@ -127,7 +135,7 @@ def test_a_machine_without_metal_times_mlx_s_products(child: type[FakeChild]) ->
     assert probe(ours=False).fault == ""
     assert not child.requests[-1]["ours"]
     with kept_proofs():
-        assert proofs.kept(metal_kernels._verdict(KIND, (2, 4))) is None
+        assert proofs.kept(verdict(KIND, (2, 4))) is None
 
 
 def test_a_process_of_its_own_fails_alone() -> None:
@@ -136,7 +144,7 @@ def test_a_process_of_its_own_fails_alone() -> None:
     assert "Metal" in found.fault
     assert sorted(found.mlx) == [1, 2]
     assert all(ms > 0 for ms in found.mlx.values())
-    assert used() == frozenset()
+    assert used() == ()
 
 
 @needs_compiler
@@ -145,10 +153,45 @@ def test_a_trial_proves_and_times(kind: Kind, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(trial, "_MOST_PRODUCTS", 2)
     request = {"kind": kind.wire(), "rows": [1, 2, 9, 20], "ours": bool(kind.bits)}
     for _ in emulated(monkeypatch, few_rows._kernel, metal_kernel=metal_kernel):
-        found = trial.try_kind(request)
+        found = trial.answer(request)
     assert found["fault"] == ""
     assert set(found["mlx"]) == {1, 2, 9, 20}
     assert set(found["ours"]) == ({2, 9} if kind.bits else set())
+
+
+@needs_compiler
+def test_a_trial_proves_and_times_a_gated_delta_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trial, "_LAYERS", 2)
+    monkeypatch.setattr(trial, "gated_delta_kernel", gated_delta_ops)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    request = {"form": trial.form_wire(HALF), "rows": [1, 3], "ours": True}
+    request = json.loads(json.dumps(request))
+    for _ in emulated(monkeypatch, gated_delta._kernel, metal_kernel=metal_kernel):
+        found = trial.answer(request)
+    assert found["fault"] == ""
+    assert set(found["mlx"]) == set(found["ours"]) == {1, 3}
+
+
+def test_gated_delta_layers_use_what_was_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounds are the kernel's, prompts MLX's."""
+    monkeypatch.setattr(gated_delta, "_proven", {})
+    model = build("qwen3_next")
+    ((form, layers),) = metal_kernels.layers_of(model).items()
+    assert layers
+    take_kernels(model)
+    assert gated_delta._proven == {form: False}
+    with kept_proofs():
+        proofs.keep(form.name, True)
+    take_kernels(model)
+    hidden = mx.zeros((1, 1, 8), form.dtype)
+    for metal in (False, True):
+        monkeypatch.setattr(mx.metal, "is_available", lambda metal=metal: metal)
+        assert gated_delta.takes(form, hidden, 16)
+        assert gated_delta.takes(form, hidden, 17) != metal
 
 
 @needs_compiler
@@ -159,7 +202,7 @@ def test_a_trial_of_a_wrong_kernel_is_not_timed(
     monkeypatch.setattr(few_rows, "product", lambda *a, **k: right(*a, **k) * 1.01)
     request = {"kind": KIND.wire(), "rows": [1, 2], "ours": True}
     for _ in emulated(monkeypatch, few_rows._kernel, metal_kernel=metal_kernel):
-        found = trial.try_kind(request)
+        found = trial.answer(request)
     assert "off by" in found["fault"]
     assert found["ours"] == {}
 
@@ -187,16 +230,16 @@ class TestModels:
         self, model: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         right = model(mx.array([[1, 2, 3]]))
-        take_few_rows(model)
+        take_kernels(model)
         assert FewRowsLinear not in self.kinds(model)
         kind = Kind(4, 32, mx.float32, 96, 64)
         with kept_proofs():
-            proofs.keep(metal_kernels._verdict(kind, (2, 4)), True)
+            proofs.keep(verdict(kind, (2, 4)), True)
         monkeypatch.setenv(metal_kernels.SWITCH, "0")
-        take_few_rows(model)
+        take_kernels(model)
         assert FewRowsLinear not in self.kinds(model)
         monkeypatch.delenv(metal_kernels.SWITCH)
-        take_few_rows(model)
+        take_kernels(model)
         assert self.kinds(model).count(FewRowsLinear) == 2 * len(model.layers)
         seen: list[Kind] = []
 
@@ -218,8 +261,8 @@ class TestModels:
         for kind in matrices_of(model):
             with kept_proofs():
                 for band in few_rows.BANDS:
-                    proofs.keep(metal_kernels._verdict(kind, band), True)
-        take_few_rows(model)
+                    proofs.keep(verdict(kind, band), True)
+        take_kernels(model)
         ours = {FewRowsLinear, FewRowsEmbedding} & set(self.kinds(model))
         assert ours
         assert not ours & set(self.kinds(separated(model)))

@@ -1,0 +1,133 @@
+"""Kernels of CUDA's language in Metal's: one text, two devices.
+
+Only texts that use threads, shared memory, shuffles and float arithmetic are
+translated. Metal's language has address spaces, and not all of its versions have
+functions within functions: those become macros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import mlx.core as mx
+
+#: What Metal calls other names, or lacks.
+HEADER = """
+METAL_FUNC float summed_lanes(float sum, int lanes) {
+  for (int i = 1; i < lanes; i *= 2) sum += metal::simd_shuffle_xor(sum, ushort(i));
+  return sum;
+}
+// ln(1 + x) for 0 <= x <= 1: the error of 1 + x is divided out (Kahan).
+METAL_FUNC float log1p_of(float x) {
+  const float y = 1.0f + x;
+  return y == 1.0f ? x : metal::precise::log(y) * (x / (y - 1.0f));
+}
+"""
+_NAMES = {
+    r"__syncthreads\(\)": "threadgroup_barrier(metal::mem_flags::mem_threadgroup)",
+    r"\bthreadIdx\.x": "int(thread_index_in_threadgroup)",
+    r"\bblockIdx\.x": "int(threadgroup_position_in_grid.x)",
+    r"\bfmaf\(": "metal::fma(",
+    r"\bexpf\(": "metal::precise::exp(",
+    r"\bsqrtf\(": "metal::precise::sqrt(",
+    r"\bfabsf\(": "metal::fabs(",
+    r"\b(?:fmaxf|max)\(": "metal::max(",
+    r"(?<![:\w])min\(": "metal::min(",
+    r"\blog1pf\(": "log1p_of(",
+    r"\bmake_float4\(": "float4(",
+    r"\bfloat4& ": "thread float4& ",
+    r"#pragma unroll(?: 1)?\n": "\n",
+}
+_LAMBDA = re.compile(r"auto (\w+) = \[&?\]\(([^)]*)\) \{(.*?)\n?\s*\};", re.S)
+_SHARED = re.compile(r"__shared__ (\w+) ([^;]+);")
+_POINTER = re.compile(r"((?:const )?\w+)\* (\w+)( =\s*)([^;]+);")
+_CAST = re.compile(r"reinterpret_cast<((?:const )?\w+)\*>\(")
+
+
+def translated(code: str) -> str:
+    """A kernel's body in Metal's language."""
+    code = re.sub(r"//.*", "", code)
+    shared = {
+        re.match(r"\w+", each.strip())[0]  # type: ignore[index]
+        for found in _SHARED.finditer(code)
+        for each in found[2].split(",")
+    }
+    code = _SHARED.sub(_declared, code)
+    code = _LAMBDA.sub(_macro, code)
+
+    def space(text: str) -> str:
+        of_group = any(re.search(rf"\b{name}\b", text) for name in shared)
+        return "threadgroup" if of_group else "device"
+
+    def pointer(found: re.Match[str]) -> str:
+        kind, name, equals, value = found.groups()
+        return f"{_spaced(kind, space(value))}* {name}{equals}{value};"
+
+    def cast(found: re.Match[str]) -> str:
+        given = code[found.end() : code.index(";", found.end())]
+        return f"reinterpret_cast<{_spaced(found[1], space(given))}*>("
+
+    code = _POINTER.sub(pointer, code)
+    code = _CAST.sub(cast, code)
+    for name, metal in _NAMES.items():
+        code = re.sub(name, metal, code)
+    return code
+
+
+def _spaced(kind: str, space: str) -> str:
+    const = "const " * kind.startswith("const ")
+    return f"{const}{space} {kind.removeprefix('const ')}"
+
+
+def _declared(found: re.Match[str]) -> str:
+    """Arrays of a threadgroup, each in a statement of its own."""
+    kind, names = found.groups()
+    return "\n".join(f"threadgroup {kind} {each.strip()};" for each in names.split(","))
+
+
+def _macro(found: re.Match[str]) -> str:
+    """A function within a function as a macro; its arguments are names or values."""
+    name, parameters, body = found.groups()
+    names = [each.split()[-1].lstrip("*&") for each in parameters.split(",")]
+    if "__shfl_xor_sync" in body:  # the sum over lanes, in each text
+        return f"\n#define {name}(sum, lanes) summed_lanes(sum, lanes)\n"
+    statements = [each.strip() for each in body.strip().split(";") if each.strip()]
+    if statements[-1].startswith("return "):
+        # Constants before the result are put into it.
+        result = statements[-1].removeprefix("return ")
+        for each in reversed(statements[:-1]):
+            constant, _, value = each.partition(" = ")
+            result = re.sub(rf"\b{constant.split()[-1]}\b", f"({value})", result)
+        body = f"({result})"
+    else:
+        body = f"{{ {body} }}"
+    for each in names:
+        body = re.sub(rf"\b{each}\b", f"({each})", body)
+    line = re.sub(r"#pragma.*", "", body)
+    return f"\n#define {name}({', '.join(names)}) " + " ".join(line.split()) + "\n"
+
+
+def metal_kernel(
+    name: str,
+    source: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    *,
+    copies_views: bool = True,
+) -> Any:
+    """The function that launches a text of CUDA's on Metal.
+
+    Args: as for :func:`specdec.cuda.kernels.cuda_kernel`.
+    """
+    source = translated(source)
+    version = hashlib.sha256((HEADER + source).encode()).hexdigest()[:12]
+    return mx.fast.metal_kernel(
+        name=f"specdec_{name}_{version}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=source,
+        header=HEADER,
+        ensure_row_contiguous=copies_views,
+    )
