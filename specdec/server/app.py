@@ -26,7 +26,7 @@ from .errors import RequestError, request_error
 from .job import Begun, Client, Event
 from .rendering import Rendering
 from .schema import Notes
-from .service import Service
+from .service import Prepared, Service
 from .web import (
     Sent,
     application,
@@ -195,11 +195,10 @@ def _endpoint(path: str, parse: Parse) -> Route:
             rendering = await _read(request, parsed)
         except ClientDisconnect:
             service.metrics.answered(path, "left", time.monotonic() - began)
-            return Response(status_code=499)
+            raise
         except RequestError as error:
             seconds = time.monotonic() - began
             service.metrics.answered(path, "refused", seconds)
-            request.state.details = f": {error}"
             return error_response(error, path)
         _tell(notes)
         return _Answer(service, rendering, path)
@@ -242,7 +241,7 @@ class _Answer(Response):
         self._service = service
         self._rendering = rendering
         self._path = path
-        self._why = ""  # it was refused, or failed
+        self._prepared: Prepared | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
@@ -255,18 +254,24 @@ class _Answer(Response):
         finally:
             seconds = time.monotonic() - began
             self._service.metrics.answered(self._path, outcome or "left", seconds)
-            scope.setdefault("state", {})["details"] = self._details(outcome or "left")
+            scope["state"]["details"] = self._details(outcome or "left")
 
     def _details(self, outcome: str) -> str:
         """What the request took, and how it ended, for the log."""
         rendering, usage = self._rendering, self._rendering.usage
-        ends = [o.ended.reason for o in rendering.outcomes if o.ended]
-        reason = " ".join(dict.fromkeys(ends)) or "no end"
-        return (
-            f": {outcome}, {usage.prompt} prompt tokens ({usage.cached} cached), "
-            f"{usage.generated} generated, {usage.accepted} of {usage.drafted} drafted "
-            f"accepted, {reason}{', streamed' * rendering.streamed}{self._why}"
-        )
+        told = [outcome]
+        if rendering.outcomes and self._prepared is not None:
+            cached = ends = ""
+            reasons = [o.ended.reason for o in rendering.outcomes if o.ended]
+            if reasons:
+                cached = f" ({usage.cached} cached)"
+                ends = f", {usage.accepted} of {usage.drafted} drafted accepted, "
+                ends += " ".join(dict.fromkeys(reasons))
+            told += [f"{usage.prompt} prompt tokens{cached}",
+                     f"{self._prepared.generated.total()} generated{ends}"]  # fmt: skip
+        if rendering.streamed:
+            told.append("streamed")
+        return f": {', '.join(told)}"
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Send the answer; return how it ended."""
@@ -275,6 +280,7 @@ class _Answer(Response):
         try:
             with service.places(rendering.job.choices):
                 prepared = await service.prepare(rendering.job, rendering.notes)
+                self._prepared = prepared
                 async with aclosing(service.events(prepared)) as events:
                     if rendering.streamed:
                         await self._stream(events, sent)
@@ -284,7 +290,7 @@ class _Answer(Response):
                                 rendering.take(event)
         except Exception as error:
             answer = request_error(error, rendering.job.names)
-            self._why = f": {answer}"
+            scope["state"]["refused"] = answer
             if answer.status >= 500:
                 log.error("a request failed: %s", error)
             if sent.begun:

@@ -90,6 +90,12 @@ class Connection(H11Protocol):
             except RequestError as error:
                 self._refuse(error)
 
+    def send_400_response(self, msg: str) -> None:
+        if self.scope:
+            error = RequestError("the request is no HTTP")
+            self.scope["state"]["refused"] = error
+        super().send_400_response(msg)
+
     def on_response_complete(self) -> None:
         self.since = time.monotonic()
         super().on_response_complete()
@@ -123,7 +129,9 @@ class Connection(H11Protocol):
         """Answer an error, whatever the application does, and close the connection."""
         from .web import error_response
 
-        path = self.scope["path"] if self.scope else "/"
+        path = "/"
+        if self.scope:
+            path, self.scope["state"]["refused"] = self.scope["path"], error
         response = error_response(error, path)
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
         pairs = [(b"connection", b"close"), *response.raw_headers]

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -194,10 +194,7 @@ async def _health(request: Request) -> Response:
 async def _forward(request: Request) -> Response:
     router, body = _router(request), b""
     if request.method == "POST":
-        try:
-            body = await request.app.state.bodies.read(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
+        body = await request.app.state.bodies.read(request)
     question = await parsed_soon(body, _question)
     return _Forwarded(router, request, body, question)
 
@@ -249,7 +246,6 @@ class _Forwarded(Response):
                     break
                 router.again += 1
         router.lost += 1
-        self._request.state.details = ""
         lost = RequestError(
             f"replica {tried[-1].index} ended meanwhile: send the request again",
             status=502,
@@ -282,6 +278,7 @@ class _Forwarded(Response):
         asked = client.build_request(
             request.method, url, headers=headers, content=self._body
         )
+        self._request.state.details = None  # the replica logs it
         answer = await client.send(asked, stream=True)
         try:
             match answer.headers.get(ENDS_HEADER.decode()):
@@ -289,7 +286,6 @@ class _Forwarded(Response):
                     raise httpx.ConnectError("it accepts no more requests")
                 case "engine_failed":
                     raise httpx.RemoteProtocolError("its engine has failed")
-            self._request.state.details = None  # the replica logs it
             head = _passed_on(answer.headers.raw)
             kind = answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):

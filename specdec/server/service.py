@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -45,11 +46,15 @@ class Prepared:
     Args:
         began: when the job arrived.
         choices: prompt, parameters and tools of each choice.
+
+    Attributes:
+        generated: how many tokens each choice has so far.
     """
 
     job: Job
     began: float
     choices: Sequence[Choice]
+    generated: Counter[int] = field(default_factory=Counter)
 
 
 class Service:
@@ -283,6 +288,7 @@ class Service:
             )
             async with aclosing(stream) as events:
                 async for event in events:
+                    prepared.generated[choice] += len(event.token_ids)
                     if event.token_ids:
                         before, newest = newest, time.monotonic()
                         if before is None:
@@ -310,6 +316,7 @@ class Service:
         inbox: _Inbox,
     ) -> None:
         self.metrics.ended(result)
+        prepared.generated[choice] = result.generated_tokens
         spent = time.monotonic() - prepared.began
         self._row_seconds += _NEWEST * (spent - self._row_seconds)
         if (result.error or "").startswith(FAILED):

@@ -42,8 +42,8 @@ _FEW = 1 << 16
 #: A context that is not known counts as this many tokens.
 _LONG_CONTEXT = 1 << 20
 log = logging.getLogger("specdec.server")
-#: A line for each request. ``state["details"]`` of its scope has the end of the line;
-#: ``None``: another process writes it.
+#: A line for each request. ``state`` of its scope has ``details``, the end of the line
+#: (``None``: another process writes it), and ``refused``, the error that was answered.
 requests = logging.getLogger("specdec.requests")
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
@@ -126,6 +126,8 @@ class _Guard:
         self._app = app
         self._keys = config.api_keys
         self._logs = config.log_requests
+        if self._logs:
+            requests.setLevel(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,21 +136,29 @@ class _Guard:
         scope = _with_path(scope)
         name = f"req_{uuid.uuid4().hex}".encode()
         began, status = time.monotonic(), 0
+        state = scope.setdefault("state", {})
+        # What the router asks for itself, and what it asks for again, is not logged.
+        routed = not scope.get("client")
+        logged = not routed or any(key == CLIENT_HEADER for key, _ in scope["headers"])
 
         async def named(message: Message) -> None:
-            nonlocal status
+            nonlocal status, logged
             if message["type"] == "http.response.start":
                 status = message["status"]
+                pairs = message.get("headers", ())
+                logged &= not (routed and any(key == ENDS_HEADER for key, _ in pairs))
                 headers = [(b"x-request-id", name), (b"request-id", name)]
-                message["headers"] = [*message.get("headers", ()), *headers]
+                message["headers"] = [*pairs, *headers]
             await send(message)
 
         try:
             await self._answer(scope, receive, named, lambda: bool(status))
         finally:
-            details = scope.setdefault("state", {}).get("details", "")
-            if self._logs and details is not None:
-                requests.setLevel(logging.INFO)
+            details, refused = state.get("details", ""), state.get("refused")
+            if refused is not None:
+                status = status or refused.status
+                details = f"{details or ': refused'}: {refused}"
+            if self._logs and logged and details is not None:
                 path, seconds = one_line(scope["path"], 100), time.monotonic() - began
                 method, status = scope["method"], status or 499
                 requests.info(
@@ -177,7 +187,6 @@ class _Guard:
             )
         if failure is None:
             try:
-                scope.setdefault("state", {})
                 await self._app(scope, receive, send)
                 return
             except ClientDisconnect:
@@ -287,7 +296,21 @@ def error_response(error: RequestError, path: str) -> Response:
     headers = dict(error.headers)
     if error.code in ("engine_failed", "stopping"):
         headers[ENDS_HEADER.decode()] = error.code
-    return JSONResponse(body, error.status, headers=headers)
+    return _Refusal(error, body, headers)
+
+
+class _Refusal(JSONResponse):
+    """The response that says why a request is refused."""
+
+    def __init__(
+        self, error: RequestError, body: Mapping[str, Any], headers: Mapping[str, str]
+    ):
+        super().__init__(body, error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["refused"] = self._error
+        await super().__call__(scope, receive, send)
 
 
 # -- bodies -------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from specdec.server import guard, schema
 from specdec.server.chat import ChatRequest
 from specdec.server.errors import RequestError
 from tests.server.harness import Running, Scripted, running, tiny_decoder
-from tests.server.test_serving import until
+from tests.server.test_serving import endless, until
 
 USER = {"role": "user", "content": "Hello there"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -255,15 +255,17 @@ def test_forced_calls_follow_their_schema(openai_client: openai.OpenAI) -> None:
         assert refused.value.param == "tools"
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines of requests that have ended."""
+    records = caplog.records
+    return [r.getMessage() for r in records if r.name == "specdec.requests"]
+
+
 def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) -> None:
     """A request that is not logged, or a line without its numbers.
 
     Of warnings, a server shows five of a kind in a minute.
     """
-
-    def logged() -> list[str]:
-        records = caplog.records
-        return [r.getMessage() for r in records if r.name == "specdec.requests"]
 
     guard.limit_log()
     with running(decoder, log_requests=True, api_keys=("k",)) as server:
@@ -276,24 +278,40 @@ def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) 
             client.post("/v1/completions", content=b"{")
             client.get("/v1/models")
             client.get("/v1/a%0Ab", headers={"x-api-key": "wrong"})
-        until(lambda: len(logged()) >= 33)
-    lines = logged()
+        until(lambda: len(logged(caplog)) >= 33)
+    lines = logged(caplog)
     answered = (
         r"\d+\.\d\d s: answered, \d+ prompt tokens .* 4 generated, \d of \d draft"
     )
     said = [
         *(f"POST /v1/{path} 200 in {answered}" for path in BODIES for _ in range(7)),
-        "POST /v1/completions 400 in .*: prompt must be",
-        "POST /v1/completions 400 in .*prompt is too long",
+        "POST /v1/completions 400 in .* s: refused: prompt must be",
+        "POST /v1/completions 400 in .* s: refused: prompt is too long",
         "POST /v1/completions 415 in .*",
         "GET /v1/models 200 in .*s$",
-        "GET /v1/a b 401 in .*s$",
+        "GET /v1/a b 401 in .* s: refused: the API key is missing",
     ]
     assert len(lines) == len(said)
     for expected in said:  # a line is written after its answer, maybe after the next
         line = next((each for each in lines if re.match(expected, each)), None)
         assert line is not None, (expected, lines)
         lines.remove(line)
+
+
+def test_the_access_log_of_clients_that_leave(
+    decoder: SpecDecoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer that nobody waited for seems to have cost nothing."""
+    with running(decoder, log_requests=True, max_tokens=4000) as server:
+        for streamed in (False, True):
+            before = server.service.engine.stats.generated_tokens
+            with endless(server, stream=streamed):
+                until(lambda: server.service.engine.stats.generated_tokens > before + 9)
+            until(lambda more=streamed: len(logged(caplog)) > more)
+    alone, streamed_line = logged(caplog)
+    cost = r"left, \d+ prompt tokens, [1-9]\d* generated"
+    assert re.search(f" 499 in .* s: {cost}$", alone), alone
+    assert re.search(f" 200 in .* s: {cost}, streamed$", streamed_line), streamed_line
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import resource
 import socket
 import threading
@@ -34,7 +35,9 @@ from tests.server.test_serving import ENDLESS, endless, until
 
 @contextmanager
 def guarded(
-    *endpoints: Callable[[Request], Awaitable[Response]], most: int = 8
+    *endpoints: Callable[[Request], Awaitable[Response]],
+    most: int = 8,
+    **options: Any,
 ) -> Iterator[tuple[str, int]]:
     """URL and port of a serving process's application, in a thread."""
 
@@ -44,7 +47,7 @@ def guarded(
     routes = [
         Route(f"/{each.__name__}", each, methods=["GET", "POST"]) for each in endpoints
     ]
-    app = web.application(routes, ServerConfig(max_body_bytes=1000))
+    app = web.application(routes, ServerConfig(max_body_bytes=1000, **options))
     service = SimpleNamespace(healthy=True, failure=None, pending=0, drain=drain)
     app.state.service = service
     started = threading.Event()
@@ -303,13 +306,18 @@ def test_a_target_may_name_the_host() -> None:
 
 
 @pytest.mark.parametrize("size", [b"3ee", b"80000000", b"f" * 16, b"f" * 20, b"f" * 21])
-def test_a_chunk_that_is_too_large_is_not_awaited(size: bytes) -> None:
-    """A body that cannot be taken holds its connection until its time is over."""
+def test_a_chunk_that_is_too_large_is_not_awaited(
+    size: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A body that cannot be taken holds its connection until its time is over.
+
+    The log takes what the connection has refused for a client that has left.
+    """
     head = (
         b"POST /bodies HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-    with guarded(bodies) as (_, port):
+    with guarded(bodies, log_requests=True) as (_, port):
         for before in (b"", b"5\r\n[1,2]\r\n"):
             for after in (b"", b"[1,2"):
                 first, body = exchanged(port, head + before + size + b"\r\n" + after)
@@ -320,6 +328,13 @@ def test_a_chunk_that_is_too_large_is_not_awaited(size: bytes) -> None:
                     assert first == b"HTTP/1.1 400 Bad Request"
         whole = b"3e8\r\n" + b"1" * 1000 + b"\r\n0\r\n\r\n"
         assert exchanged(port, head + whole) == (b"HTTP/1.1 200 OK", b"1000")
+    lines = [r.getMessage() for r in caplog.records if r.name == "specdec.requests"]
+    assert " 200 in " in lines.pop()
+    why = "413 in .* s: refused: the body has more than 1000"
+    if len(size) > 20:
+        why = "400 in .* s: refused: the request is no HTTP"
+    assert len(lines) == 4
+    assert all(re.search(why, line) for line in lines), lines
 
 
 def test_connections_fit_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,3 +505,30 @@ def test_hosts(host: str, rebound: bool) -> None:
     """A suffix or a beginning that anybody can register."""
     scope = {"server": ("127.0.0.1", 80), "headers": [(b"host", host.encode())]}
     assert web._is_rebound(scope) is rebound
+
+
+def test_one_line_for_a_request_of_several_processes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A check of the router's, or a refusal after which it asks another replica."""
+
+    async def ending(request: Request) -> Response:
+        return web.error_response(RequestError.stopping(), "/ending")
+
+    async def ask(client: Any) -> None:
+        transport = httpx.ASGITransport(app, client=client)
+        url = "http://localhost"
+        async with httpx.AsyncClient(transport=transport, base_url=url) as asking:
+            for path in ("/ok", "/ending"):
+                for headers in ({}, named):
+                    await asking.get(path, headers=headers)
+
+    routes = [Route("/ok", ok), Route("/ending", ending)]
+    app = web.application(routes, ServerConfig(log_requests=True))
+    named = {web.CLIENT_HEADER.decode(): "client"}
+    for client, lines in ((None, ["/ok 200"]), (("::1", 1), ["/ok 200", "/ok 200",
+                          "/ending 503", "/ending 503"])):  # fmt: skip
+        caplog.clear()
+        asyncio.run(ask(client))
+        records = [r for r in caplog.records if r.name == "specdec.requests"]
+        assert [" ".join(r.getMessage().split()[1:3]) for r in records] == lines
