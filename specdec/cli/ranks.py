@@ -48,7 +48,11 @@ def tensor_parallel() -> options.Option:
 
 
 def load(
-    tensor_parallel: int | None, *, quiet: bool, **settings: Any
+    tensor_parallel: int | None,
+    *,
+    quiet: bool,
+    name: str | None = None,
+    **settings: Any,
 ) -> tuple[SpecDecoder, Leader | None]:
     """Load the decoder of rank 0, or of the only process; other ranks load theirs.
 
@@ -56,6 +60,7 @@ def load(
 
     Args:
         quiet: leave the notes out.
+        name: what notes call the target; ``None``: as ``settings`` name it.
         settings: arguments of :meth:`specdec.SpecDecoder.from_pretrained`.
 
     Returns:
@@ -66,7 +71,7 @@ def load(
         SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`, and
             :func:`~specdec.backend.check_compiler`.
     """
-    name = short(target_name(settings.get("target")))
+    name = name or short(target_name(settings.get("target")))
     with noted_if_slow(f"loading {name}", quiet=quiet):
         return _load(tensor_parallel, quiet=quiet, **settings)
 

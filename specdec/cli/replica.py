@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
+from ..model_names import draft_for, target_name
 from ..prompts import templates
 from ..utils.blas import own_threads
 from ..utils.child import module_process
@@ -52,6 +53,7 @@ def command(
     path: str,
     *,
     quiet: bool = False,
+    waits: bool = False,
 ) -> Command:
     """The command that starts replica ``index``, which listens at ``path``.
 
@@ -62,6 +64,7 @@ def command(
         loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`.
         config: the server's config; the router checks its keys and origins.
         quiet: the first one says nothing, either.
+        waits: it waits for a line once the models are known to be loadable.
     """
     from ..server.replicas import Command
 
@@ -69,7 +72,7 @@ def command(
     program, environment = module_process("specdec.cli.replica")
     sharing = environments.count(environments[index])
     quiet = quiet or index > 0
-    greeting = pickle.dumps((path, dict(loading), config, quiet, sharing))
+    greeting = pickle.dumps((path, dict(loading), config, quiet, sharing, waits))
     return Command(program, {**environment, **environments[index]}, greeting)
 
 
@@ -79,12 +82,19 @@ def main() -> int:
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     prepare_process()  # a configuration's module imports MLX
-    path, loading, config, quiet, sharing = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    path, loading, config, quiet, sharing, waits = pickle.load(sys.stdin.buffer)
+    room = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(room,), daemon=True).start()
     silence_third_parties()
     show_warnings(notes=not quiet)
     try:
         loading["config"] = within_share(loading.get("config"), sharing)
+        if waits:
+            from ..server.replicas import LOADABLE
+
+            _check(**loading)
+            print(LOADABLE, file=parent, flush=True)
+            room.wait()
         _serve(path, loading, config, parent, quiet=quiet)
     except Exception as error:
         return report(error)
@@ -99,6 +109,30 @@ def within_share(config: EngineConfig | None, sharing: int) -> EngineConfig:
     if sharing == 1 or config.memory_limit is not None:
         return config
     return replace(config, memory_limit=backend.memory_size(sharing))
+
+
+def _check(
+    target: str,
+    draft: str | None = None,
+    *,
+    config: EngineConfig,
+    dtype: str | None = None,
+    draft_adapter_path: str | None = None,
+    **origin: Any,
+) -> None:
+    """Download the models, and refuse what can be seen not to load.
+
+    Raises:
+        SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`.
+    """
+    from ..engine.build import check_before_loading
+
+    spec = draft_for(target, draft)
+    if spec is not None and draft_adapter_path is not None:
+        spec = spec.with_adapter(draft_adapter_path)
+    kinds = ("adapter_path", "revision", "trust_remote_code")
+    named = {kind: origin[kind] for kind in kinds if kind in origin}
+    check_before_loading(target_name(target), spec, dtype, config, fetch=True, **named)
 
 
 def _serve(
@@ -125,8 +159,9 @@ def _serve(
         raise engine_failed(failure) from failure
 
 
-def _end_with_parent() -> None:
-    os.read(0, 1)  # not sys.stdin, which could not be closed at exit
+def _end_with_parent(room: threading.Event) -> None:
+    while os.read(0, 1):  # not sys.stdin, which could not be closed at exit
+        room.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -286,8 +286,8 @@ def _serve_models(
         name = names[index]
         named, loading = replace(config, names=(name,)), dict(offers[name])
         limited = replace(loading["config"], memory_limit=each[index].nbytes)
-        loading["config"] = limited
-        return command(loading, named, place, 0, path, quiet=quiet)
+        loading |= {"config": limited, "name": name}
+        return command(loading, named, place, 0, path, quiet=quiet, waits=True)
 
     limits = [each["config"].memory_limit for each in offers.values()]
     total = limit or backend.memory_size() or sum(filter(None, limits))

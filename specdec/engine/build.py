@@ -14,6 +14,7 @@ from ..model_names import DraftSpec
 from ..models import LoadedModel
 from ..models.draft_folder import fingerprint, is_made_for, read_card
 from ..models.loaded import Described
+from ..models.loading import fetch_files
 from ..models.model_outline import outline, outline_draft
 from ..models.runner import ModelRunner
 from ..models.vision import ImageEncoder, image_encoder
@@ -172,16 +173,26 @@ def check_before_loading(
     adapter_path: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     ranks: Ranks | None = None,
+    fetch: bool = False,
 ) -> None:
     """Refuse models that cannot fit in memory or cannot run, as far as files show.
+
+    Args:
+        fetch: download what is not on this machine, and refuse what is missing or
+            corrupt; otherwise loading will.
 
     Raises:
         MemoryLimitError: the models do not fit; the message has the numbers.
         UnsupportedModelError: the target's layers cannot draft, a model needs code
             that is not trusted, or the target cannot be sharded.
+        ModelError: as :func:`specdec.models.load`, with ``fetch``.
     """
     model = None
     try:
+        if fetch:
+            fetch_files(target, revision)
+            if spec is not None and spec.model is not None and not spec.model.of_target:
+                fetch_files(spec.model.source)
         target_outline = outline(
             target,
             dtype=dtype,
@@ -200,6 +211,8 @@ def check_before_loading(
     except UnsupportedModelError:
         raise
     except ModelError:
+        if fetch:
+            raise
         return  # not downloaded yet, or broken: loading will report it
     ngram = None if spec is None else ngram_of(spec)
     drafts = spec is not None

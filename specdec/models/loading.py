@@ -47,7 +47,13 @@ from .draft_folder import (
 )
 from .draft_heads.loading import load_head, read_head_config, ready
 from .draft_heads.mtp import open_mtp
-from .folder import check_folder, explained, plain_folder, tokenizer_config
+from .folder import (
+    check_folder,
+    explained,
+    has_weights,
+    plain_folder,
+    tokenizer_config,
+)
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .kernel_proofs import kept_proofs
@@ -405,6 +411,22 @@ def _load_folder_or_hub(
     check_tokenizer(tokenizer, source)
     tokenizer = ExactTokenizerWrapper.like(tokenizer)
     return LoadedModel(model, tokenizer, config, source, folder=folder)
+
+
+def fetch_files(source: str, revision: str | None = None) -> None:
+    """Download a model that is not on this machine.
+
+    Raises:
+        ModelError: there is none of that name, or it has no weights.
+    """
+    located = locate_target(source)
+    if is_gguf(located):
+        return
+    folder = folder_of(located, revision)
+    with explained(source):
+        check_folder(folder)
+        if not has_weights(folder):
+            raise FileNotFoundError(f"No safetensors found in {folder}")
 
 
 def folder_of(source: str, revision: str | None = None) -> Path:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -69,7 +70,13 @@ class Models(Replicas):
         self._nbytes = nbytes
         self._uses = 0
         self._why: list[str] = [""] * len(offers)  # each could not be loaded
+        self._asking: Counter[int] = Counter()  # requests that wait for each
+        # Models that wait for memory, that have it, and that are about to free it.
+        self._lacking: set[int] = set()
+        self._holding: set[int] = set()
         self._ending: set[int] = set()
+        for each, offer in zip(self.all, offers, strict=True):
+            each.name = f"model {offer.name}"
 
     async def __aenter__(self) -> Self:
         self._make_folder()
@@ -93,45 +100,60 @@ class Models(Replicas):
         return self.all[0 if name is None else names.index(name)]
 
     async def load(self, replica: Replica) -> None:
-        """Start a model unless it runs, once there is room; wait until it answers.
+        """Start a model unless it runs; wait until it answers.
 
-        A model with requests is never ended. Of the others, the one that was unused
-        longest goes first.
+        Its process checks that it can be loaded, and then waits for room. A model with
+        requests is never ended. Of the others, the one that was unused longest goes
+        first.
 
         Raises:
             RequestError: it cannot be loaded.
         """
         self._uses += 1
         replica.last = self._uses
-        starts = replica.starts
+        index, starts = replica.index, replica.starts
         late = time.monotonic() + self._answer_seconds
-        while replica.client is None:
-            if self._stopping:
-                raise RequestError.stopping()
-            if self._tasks[replica.index].done():
-                if replica.starts > starts and self._why[replica.index]:
-                    raise RequestError(
-                        f"the model cannot be loaded ({self._why[replica.index]}): "
-                        "the server's log says why",
-                        status=500,
-                        code="model_not_loaded",
-                    )
-                if self._has_room(replica):
-                    task = asyncio.create_task(self._once(replica))
-                    self._tasks[replica.index] = task
-                elif time.monotonic() > late:
+        self._asking[index] += 1
+        try:
+            while replica.client is None:
+                if self._stopping:
+                    raise RequestError.stopping()
+                if self._tasks[index].done():
+                    if replica.starts > starts and self._why[index]:
+                        raise RequestError(
+                            f"the model cannot be loaded ({self._why[index]}): the "
+                            "server's log says why",
+                            status=500,
+                            code="model_not_loaded",
+                        )
+                    self._tasks[index] = asyncio.create_task(self._once(replica))
+                elif index in self._lacking and time.monotonic() > late:
                     text = "requests of other models leave no memory for this one"
                     raise RequestError.later("no_memory", f"{text}: try again later")
-            await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_LOOK)
+        finally:
+            self._asking[index] -= 1
+
+    async def _room(self, replica: Replica) -> None:
+        self._lacking.add(replica.index)
+        try:
+            while not self._has_room(replica):
+                if self._stopping or not self._asking[replica.index]:
+                    replica.signal(signal.SIGKILL)
+                    return
+                await asyncio.sleep(_LOOK)
+            self._holding.add(replica.index)
+        finally:
+            self._lacking.discard(replica.index)
 
     def _has_room(self, replica: Replica) -> bool:
-        """Whether a model can start now; if not, idle ones are asked to end."""
+        """Whether a model has room now; if not, idle ones are asked to end."""
         size = [offer.nbytes for offer in self.offers]
-        there = {i for i, task in enumerate(self._tasks) if not task.done()}
-        needed = size[replica.index] - self._nbytes + sum(size[i] for i in there)
+        needed = size[replica.index] - self._nbytes
+        needed += sum(size[i] for i in self._holding)
         if needed <= 0:
             return True
-        needed -= sum(size[i] for i in there & self._ending)
+        needed -= sum(size[i] for i in self._ending)
         for each in sorted(self.all, key=lambda each: each.last):
             if needed > 0 and each.client is not None and not each.running:
                 each.client = None  # no request reaches it any more
@@ -145,19 +167,20 @@ class Models(Replicas):
 
     async def _once(self, replica: Replica) -> None:
         """Run a model's process until it ends."""
-        name = self.offers[replica.index].name
-        self._why[replica.index] = ""
-        self._ending.discard(replica.index)
+        index = replica.index
+        self._why[index] = ""
         try:
             was_ready, code = await self._run(replica)
+            if not was_ready:
+                how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+                self._why[index] = how
+            elif not self._stopping and index not in self._ending:
+                log.warning("%s ended: its next request starts it again", replica.name)
         except OSError as error:  # the system cannot start a process
-            self._why[replica.index] = str(error)
-            return
-        if not was_ready:
-            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-            self._why[replica.index] = how
-        elif not self._stopping and replica.index not in self._ending:
-            log.warning("model %s ended: its next request starts it again", name)
+            self._why[index] = str(error)
+        finally:
+            self._holding.discard(index)
+            self._ending.discard(index)
 
 
 class ModelsRouter(Router):

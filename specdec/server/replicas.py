@@ -57,8 +57,10 @@ class Command:
 
 
 #: Gives the command for replica ``i``, which listens at a path. Once it answers, it
-#: writes a line to its standard output that says what it serves.
+#: writes a line to its standard output that says what it serves. It may write
+#: ``LOADABLE`` before, and then waits for a line before it takes memory.
 Start = Callable[[int, str], Command]
+LOADABLE = "loadable"
 
 
 class Replica(Place):
@@ -66,6 +68,7 @@ class Replica(Place):
 
     Attributes:
         index: its number, from 0.
+        name: what it is called in the log.
         client: the HTTP client for it; ``None`` while it does not answer.
         starts: how often it was started.
         described: its own description of what it serves.
@@ -78,6 +81,7 @@ class Replica(Place):
     def __init__(self, index: int):
         super().__init__()
         self.index = index
+        self.name = f"replica {index}"
         self.client: httpx.AsyncClient | None = None
         self.starts = 0
         self.described = ""
@@ -235,13 +239,16 @@ class Replicas:
                 self.failure = FirstReplicaError(message, code if code > 0 else None)
                 return
             pause = _LEAST_PAUSE if was_ready else min(2 * pause, _MOST_PAUSE)
-            log.warning("replica %d ended (%s): it starts again", replica.index, how)
+            log.warning("%s ended (%s): it starts again", replica.name, how)
             if not was_ready:
                 await asyncio.sleep(pause)
 
     def _like(self, replica: Replica) -> Sequence[Replica]:
         """The replicas that load what this one has loaded."""
         return self.all
+
+    async def _room(self, replica: Replica) -> None:
+        """Wait until there is memory for a replica that can be loaded."""
 
     async def _run(self, replica: Replica) -> tuple[bool, int]:
         """Run a replica until it ends; return whether it was ready, and exit code."""
@@ -268,8 +275,14 @@ class Replicas:
             try:
                 async with asyncio.timeout(replica.patience):
                     line = await process.stdout.readline()
+                if line.decode().strip() == LOADABLE:
+                    await self._room(replica)
+                    start = time.monotonic()
+                    process.stdin.write(b"\n")
+                    async with asyncio.timeout(replica.patience):
+                        line = await process.stdout.readline()
             except TimeoutError:
-                log.warning("replica %d does not become ready", replica.index)
+                log.warning("%s does not become ready", replica.name)
                 process.kill()
             if line:
                 was_ready = True
@@ -281,7 +294,7 @@ class Replicas:
                 replica.described = line.decode().strip()
                 replica.begin_anew()
                 if replica.starts > 1:
-                    log.warning("replica %d is ready again", replica.index)
+                    log.warning("%s is ready again", replica.name)
                 async with self._client(path) as client:
                     replica.client = client
                     self._first.set()
@@ -332,7 +345,7 @@ class Replicas:
                 try:
                     await replica.check(client)
                 except httpx.TimeoutException:
-                    log.warning("a replica does not answer, and is killed")
+                    log.warning("%s does not answer, and is killed", replica.name)
                     process.kill()
                 except httpx.TransportError:
                     pass  # it is about to end

@@ -247,7 +247,7 @@ class _Forwarded(Response):
                 router.again += 1
         router.lost += 1
         lost = RequestError(
-            f"replica {tried[-1].index} ended meanwhile: send the request again",
+            f"{tried[-1].name} ended meanwhile: send the request again",
             status=502,
             code="replica_lost",
         )

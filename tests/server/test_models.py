@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,14 @@ from tests.server.test_replicas import direct, fake
 from tests.server.test_serving import until
 
 
+def waiting(index: int, path: str) -> Command:
+    """A process that waits until there is room."""
+    return replace(fake(index, path), environment={"FAKE_LOADABLE": ""})
+
+
 @contextmanager
 def served(
-    *sizes: int, nbytes: int = 10, start: Any = fake, seconds: float = 60
+    *sizes: int, nbytes: int = 10, start: Any = waiting, seconds: float = 60
 ) -> Iterator[tuple[httpx.Client, Models]]:
     """Processes that stand for models a, b, ... of these sizes."""
     offers = [Offer(name, size) for name, size in zip("abcd", sizes, strict=False)]
@@ -119,7 +125,7 @@ def test_a_running_answer_is_not_cut() -> None:
                 replica.post("/v1/go", json={"step": 1})
                 assert [next(lines), next(lines)] == ["", "data: 1"]
                 assert not answers
-                assert models.all[1].process is None
+                assert models.all[1].client is None
                 replica.post("/v1/go", json={"step": -1})
             assert "".join(lines) == ""
         waits.join(60)
@@ -128,18 +134,20 @@ def test_a_running_answer_is_not_cut() -> None:
 
 
 def test_who_waits_too_long_is_told() -> None:
-    """A request that waits for room for ever."""
-    with served(6, 6, seconds=0.5) as (client, _):
+    """A request that waits for room for ever, or a process that takes it afterwards."""
+    with served(6, 6, seconds=0.5) as (client, models):
         with stepping(client) as stream:
             lines = stream.iter_lines()
             assert next(lines) == "data: 0"
             answer = ask(client, "b")
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "no_memory"
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "no_memory"
+            until(lambda: models.all[1].process is None)
+        assert loaded(client) == "a"
 
 
 def test_one_that_cannot_be_loaded(tmp_path: Path) -> None:
-    """It is tried again at its next request; the others go on."""
+    """It is tried again at its next request; the others go on, and none has to go."""
     gate = tmp_path / "go"
 
     def start(index: int, path: str) -> Command:
@@ -147,14 +155,15 @@ def test_one_that_cannot_be_loaded(tmp_path: Path) -> None:
         return (
             Command(program, {}, b"")
             if index and not gate.exists()
-            else fake(index, path)
+            else waiting(index, path)
         )
 
-    with served(4, 4, start=start) as (client, models):
-        assert ask(client, "a").status_code == 203
+    with served(4, 4, nbytes=4, start=start) as (client, models):
+        a = ask(client, "a").json()["pid"]
         answer = ask(client, "b")
         assert answer.status_code == 500
         assert "cannot be loaded (exit code 3)" in answer.json()["error"]["message"]
+        assert ask(client, "a").json()["pid"] == a
         gate.touch()
         assert ask(client, "b").status_code == 203
         # One that ends by itself comes back, too.
@@ -248,7 +257,10 @@ def test_files_that_cannot_be(text: str | None, message: str, tmp_path: Path) ->
 
 
 def test_serve_models(tmp_path: Path) -> None:
-    """Two models by their names, with the texts that each generates alone."""
+    """Two models by their names, with the texts that each generates alone.
+
+    One that cannot be loaded takes the place of another for nothing.
+    """
     for name, layers in (("one", 1), ("two", 2)):
         write_folder(tmp_path / name, "llama", num_hidden_layers=layers,
                      max_position_embeddings=256 * layers)  # fmt: skip
@@ -256,8 +268,13 @@ def test_serve_models(tmp_path: Path) -> None:
     file.write_text(
         "".join(
             f'[models.{name}]\ntarget = "{tmp_path / name}"\nmemory_limit = "1.5GB"\n'
-            for name in ("one", "two")
+            for name in ("one", "two", "empty")
         )
+        + '[models.none]\ntarget = "no/such-model"\n'
+    )
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_bytes(
+        (tmp_path / "one" / "config.json").read_bytes()
     )
     process = specdec("serve", "--models", str(file), "--port", "0", "--temp", "0",
                       "--memory-limit", "2GB")  # fmt: skip
@@ -266,7 +283,7 @@ def test_serve_models(tmp_path: Path) -> None:
         # Clients plan their prompts by it before they ask anything.
         data = httpx.get(f"{url}/v1/models").json()["data"]
         contexts = {each["id"]: each["max_model_len"] for each in data}
-        assert contexts == {"one": 256, "two": 512}
+        assert contexts == {"one": 256, "two": 512, "empty": 256, "none": None}
         for name in ("one", "two", "one"):
             decoder = SpecDecoder.from_pretrained(tmp_path / name)
             (expected,) = decoder.generate(
@@ -276,6 +293,12 @@ def test_serve_models(tmp_path: Path) -> None:
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=100).json()
             assert answer["choices"][0]["text"] == expected.text
             assert answer["model"] == name
+        for name in ("empty", "none"):
+            body = {"model": name, "prompt": "Hi", "max_tokens": 9}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=100).json()
+            assert answer["error"]["code"] == "model_not_loaded"
+            data = httpx.get(f"{url}/v1/models").json()["data"]
+            assert [each["id"] for each in data if each["loaded"]] == ["one"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
