@@ -8,7 +8,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..utils.child import serve
-from .library import error_of, llguidance, matcher_of, tokenizer_of, validate
+from .library import (
+    error_of,
+    llguidance,
+    located,
+    matcher_of,
+    tokenizer_of,
+    validate,
+)
 
 T = TypeVar("T")
 
@@ -52,11 +59,16 @@ def _main() -> None:
             return ""
         grammar, stack = request["grammar"], request["stack"]
         if not request["key"]:
-            return _with_stack(stack, lambda: validate(*grammar))
-        if request["key"] != key or tokenizer is None:
+            said = _with_stack(stack, lambda: validate(*grammar))
+        elif request["key"] != key or tokenizer is None:
             return None
-        matcher = _with_stack(stack, partial(matcher_of, tokenizer, *grammar))
-        return error_of(matcher)  # with a usual stack, as rows do it
+        else:
+            matcher = _with_stack(stack, partial(matcher_of, tokenizer, *grammar))
+            said = error_of(matcher)  # with a usual stack, as rows do it
+        kind, text = grammar
+        if said and kind == "json_schema":
+            said = _with_stack(stack, lambda: located(text, said))
+        return said
 
     serve(check, memory=_MEMORY)
 

@@ -8,6 +8,7 @@ each is compiled twice: first in a child with limits, and, if that went well, he
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 import uuid
 from collections import OrderedDict
@@ -311,8 +312,14 @@ def _child_failed(grammar: Grammar, error: ChildError) -> ConfigError:
     return ConfigError(f"the {grammar.name} {said}")
 
 
+#: Places in a grammar and its lines, in messages of llguidance.
+_QUOTED = re.compile(r"^(at )?\d+\(\d+\): |\s+\d+ \| .*", re.DOTALL)
+
+
 def _unusable(grammar: Grammar, said: str) -> ConfigError:
     # Leave out the matcher's internal state.
     said = said.replace("<non-verbose/>", "").replace("NoExtensionBias", "")
     said = said.strip() or "no text can follow it"
+    if grammar.label and grammar.kind == "lark":
+        said = _QUOTED.sub("", said)
     return ConfigError(f"the {grammar.name} cannot be used: {shorten(said)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 
 # A lexer's state takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
+#: How many schemas within one are tried, to say where the fault of the whole is.
+_MOST_PLACES = 200
+#: Keys of a schema whose values have schemas by their names.
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 # Without this limit JSON could have endless blanks, which some models do write.
 _JSON_BLANKS = r" |\n[ \t]{0,20}"
 
@@ -81,6 +87,40 @@ def validate(kind: str, text: str) -> str:
     make = llguidance().LLMatcher
     said = make.validate_grammar(_source(kind, text), None, limits=_limits())
     return "" if said.startswith("WARNING") else str(said)
+
+
+def located(text: str, said: str) -> str:
+    """Why a JSON schema cannot be used, with the place of the fault in it.
+
+    The place is the innermost schema within it that fails for the same reason by
+    itself.
+    """
+    schema = json.loads(text)
+    why = validate("json_schema", text)
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    place, left = "", _MOST_PLACES
+    inner = _schemas_in(schema) if why else []
+    while inner and left:
+        left -= 1
+        path, part = inner.pop(0)
+        whole = json.dumps({**shared, **part})
+        if validate("json_schema", whole) == why:
+            place = f"{place}.{path}".lstrip(".")
+            inner = _schemas_in(part)
+    return f"at {place}: {said}" if place else said
+
+
+def _schemas_in(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The schemas right within a schema, after their places."""
+    schemas = []
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            schemas += [(f"{key}.{name}", part) for name, part in value.items()]
+        elif isinstance(value, list):
+            schemas += [(f"{key}[{i}]", part) for i, part in enumerate(value)]
+        elif key not in ("const", "default", "example"):
+            schemas.append((key, value))
+    return [(path, part) for path, part in schemas if isinstance(part, dict)]
 
 
 def words_of(tokenizer: Any, vocab_size: int) -> Words:

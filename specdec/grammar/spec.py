@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
@@ -31,13 +31,16 @@ _NAMES = {
 class Grammar:
     """The form of a request's whole output, from its first token.
 
-    Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex` or :meth:`lark`,
+    Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex`, :meth:`choice` or
+    :meth:`lark`,
     and passed as ``SamplingParams(grammar=...)``. It needs the package llguidance
     (extra ``structured``).
 
     Args:
         kind: how to read ``text``.
         text: the schema as JSON, the expression, or the grammar; up to 128 KiB.
+        label: what messages call it; empty: its kind. Messages about a Lark grammar
+            that has one do not quote it.
 
     Raises:
         ConfigError: the text is empty, too long or not Unicode; a schema is not a JSON
@@ -47,6 +50,7 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         rule = f"{', '.join(GRAMMAR_KINDS[:-1])} or {GRAMMAR_KINDS[-1]}"
@@ -81,20 +85,20 @@ class Grammar:
         try:
             schema = parse_json(self.text)
         except DataError as error:
-            raise ConfigError(f"the JSON schema cannot be read: {error}") from error
+            raise ConfigError(f"the {self.name} cannot be read: {error}") from error
         if not isinstance(schema, dict):
             raise ConfigError(
-                f"the JSON schema is {shorten(self.text)}: it must be an object"
+                f"the {self.name} is {shorten(self.text)}: it must be an object"
             )
         return schema
 
     @property
     def name(self) -> str:
-        """The grammar's kind, in words."""
-        return _NAMES[self.kind]
+        """The grammar's label, or its kind in words."""
+        return self.label or _NAMES[self.kind]
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+    def json_schema(cls, schema: Mapping[str, Any] | str, label: str = "") -> Grammar:
         """JSON that follows a schema.
 
         Properties come in the order of the schema. Tokens of JSON are separated by one
@@ -102,6 +106,7 @@ class Grammar:
 
         Args:
             schema: the schema, or its JSON text.
+            label: what messages call it.
 
         Raises:
             ConfigError: it is not a schema; see the class.
@@ -113,7 +118,7 @@ class Grammar:
                 raise ConfigError(
                     f"the JSON schema is no JSON: {shorten(error)}"
                 ) from error
-        return cls("json_schema", schema)
+        return cls("json_schema", schema, label)
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -128,6 +133,16 @@ class Grammar:
             ConfigError: see the class.
         """
         return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of several texts.
+
+        Raises:
+            ConfigError: see the class.
+        """
+        words = " | ".join(map(json.dumps, texts))
+        return cls("lark", f"start: {words}", "list of choices")
 
     @classmethod
     def lark(cls, text: str) -> Grammar:

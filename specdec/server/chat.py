@@ -23,9 +23,9 @@ from .conversation import (
     variables,
 )
 from .errors import RequestError
-from .job import Begun, Call, Client, Event, Job, Message, Outcome, Piece, Tokens, Tools
+from .job import Begun, Call, Event, Message, Outcome, Piece, Tokens, Tools
 from .rendering import CompletionRendering
-from .sampling import OpenAISampling, chat_job, stops
+from .sampling import OpenAISampling, stops
 from .schema import Notes, Refused, read
 from .service import Service
 
@@ -124,7 +124,7 @@ def _tools(request: ChatRequest, service: Service, notes: Notes) -> Tools:
             inner = tool.get(kind)
             name = inner.get("name") if isinstance(inner, dict) else tool.get("name")
             others[str(name or kind)] = kind
-    return tools_of(service, functions, others, *choice_of(request.tool_choice),
+    return tools_of(service, functions, others, choice_of(request.tool_choice),
                     parallel=request.parallel_tool_calls, notes=notes)  # fmt: skip
 
 
@@ -192,8 +192,8 @@ class ChatRendering(CompletionRendering):
 
     @classmethod
     def asked(
-        cls, request: ChatRequest, service: Service, notes: Notes, client: Client
-    ) -> Job:
+        cls, request: ChatRequest, service: Service, notes: Notes
+    ) -> dict[str, Any]:
         if request.top_logprobs and not request.logprobs:
             text = "top_logprobs needs logprobs: add it"
             raise RequestError(text, field="top_logprobs")
@@ -213,24 +213,20 @@ class ChatRendering(CompletionRendering):
                 "continue_final_message needs a last message of the assistant",
                 field="continue_final_message",
             )
-        kwargs = request.chat_template_kwargs
-        return chat_job(
-            request,
-            service,
-            notes,
-            names,
-            messages=messages,
-            tools=_tools(request, service, notes),
-            format_=request.response_format,
-            variables=variables(service, kwargs, request.reasoning_effort),
-            continued=continued,
-            client=client,
-            max_tokens=most,
-            stop=stops(request.stop),
-            n=request.n,
-            logprobs=request.logprobs,
-            top_logprobs=request.top_logprobs,
-        )
+        kwargs, effort = request.chat_template_kwargs, request.reasoning_effort
+        return {
+            "names": names,
+            "messages": messages,
+            "tools": _tools(request, service, notes),
+            "format_": request.response_format,
+            "variables": variables(service, kwargs, effort, notes),
+            "continued": continued,
+            "max_tokens": most,
+            "stop": stops(request.stop),
+            "n": request.n,
+            "logprobs": request.logprobs,
+            "top_logprobs": request.top_logprobs,
+        }
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "refusal": None}

@@ -86,7 +86,7 @@ class TextRendering(CompletionRendering):
     request: CompletionRequest
 
     @classmethod
-    def asked(
+    def job_of(
         cls, request: CompletionRequest, service: Service, notes: Notes, client: Client
     ) -> Job:
         top, echo = request.logprobs, request.echo

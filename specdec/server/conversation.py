@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import PromptError
@@ -84,64 +85,96 @@ class Function(ToolPart):
 
 
 def variables(
-    service: Service,
-    asked: Mapping[str, Any],
-    effort: str | None,
-    *,
-    where: str = "reasoning_effort",
+    service: Service, asked: Mapping[str, Any], effort: str | None, notes: Notes
 ) -> dict[str, Any]:
-    """Variables for the chat template, in addition to messages and tools."""
+    """Variables for the chat template, in addition to messages and tools.
+
+    A note says if they ask for thoughts and the template has no setting for them.
+
+    Args:
+        effort: how much to think; ``none`` is not at all.
+    """
     for name in asked:
         if name in OWN_VARIABLES or name == "tools":
             raise RequestError.invalid(
                 "chat_template_kwargs",
                 f"chat_template_kwargs cannot have {name}: leave it out",
             )
-    merged = {**service.config.chat_template_config, **asked}
-    if effort is None:
-        return merged
     template = template_of(service.decoder.tokenizer) or ""
-    if "reasoning_effort" in template:
-        merged["reasoning_effort"] = effort
-    elif "enable_thinking" in template:
-        merged["enable_thinking"] = effort != "none"
-    elif effort != "none":
-        raise RequestError.unsupported(
-            where,
-            f"{where} is not supported: this model's chat template has no such setting",
+    known = [name for name in ("reasoning_effort", "enable_thinking")
+             if name in template]  # fmt: skip
+    setting: dict[str, Any] = {}
+    if effort is not None:
+        setting = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        setting = {name: setting[name] for name in known[:1]}
+    wanted = [effort, asked.get("reasoning_effort"), asked.get("enable_thinking")]
+    if not known and any(value not in (None, False, "none") for value in wanted):
+        notes.add("the chat template of this model has no setting for thoughts")
+    return {**service.config.chat_template_config, **setting, **asked}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``tool_choice`` asks for.
+
+    Args:
+        kind: ``auto``, ``none``, ``required`` or ``named``.
+        name: the tool that is named.
+        allowed: names of the tools that may be called; ``None``: all.
+        word: the protocol's word for ``required``.
+    """
+
+    kind: str
+    name: str | None = None
+    allowed: frozenset[str] | None = None
+    word: str = "required"
+
+
+def choice_of(value: str | Mapping[str, Any] | None) -> Choice:
+    """What ``tool_choice`` of OpenAI's protocols asks for."""
+    if not value or isinstance(value, str):
+        choice = str(value or "auto")
+        plain = choice in ("auto", "none", "required")
+        return Choice(choice) if plain else Choice("named", choice)
+    if value.get("type") != "allowed_tools":
+        return Choice("named", _tool_named(value, "tool_choice"))
+    inner = value.get("allowed_tools", value)
+    mode, tools = (inner.get(key) if isinstance(inner, Mapping) else None
+                   for key in ("mode", "tools"))  # fmt: skip
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise RequestError.invalid(
+            "tool_choice",
+            "tool_choice of type allowed_tools needs mode, auto or required, and tools",
         )
-    return merged
+    names = (_tool_named(tool, "tool_choice.tools") for tool in tools)
+    return Choice(str(mode), allowed=frozenset(names))
 
 
-def choice_of(value: str | Mapping[str, Any] | None) -> tuple[str, str | None]:
-    """What ``tool_choice`` of OpenAI's protocols asks for, and the tool that it names.
+def _tool_named(value: Any, where: str) -> str:
+    """The tool that an object names.
 
     A function is named within an object of its kind, or beside its kind; a hosted tool
     by its kind.
     """
-    if not value or isinstance(value, str):
-        choice = str(value or "auto")
-        plain = choice in ("auto", "none", "required")
-        return (choice, None) if plain else ("named", choice)
+    value = value if isinstance(value, Mapping) else {}
     kind = value.get("type", "function")
     inner = value.get(kind) if isinstance(kind, str) else None
     name = (inner if isinstance(inner, Mapping) else value).get("name")
-    if name is None and kind not in ("function", "custom", "allowed_tools"):
+    if name is None and kind not in ("function", "custom"):
         name = kind
     if not isinstance(name, str):
         raise RequestError.unsupported(
             "tool_choice",
-            f"tool_choice of type {quoted(kind)} is not supported: name a function",
+            f"{where} of type {quoted(kind)} is not supported: name a function",
         )
-    return "named", name
+    return name
 
 
 def tools_of(
     service: Service,
     functions: Sequence[tuple[str, Function]],
     others: Mapping[str, str],
-    choice: str,
-    name: str | None,
+    choice: Choice,
     *,
     parallel: bool,
     notes: Notes,
@@ -152,8 +185,6 @@ def tools_of(
     Args:
         functions: the functions, each after its place in the request.
         others: kinds of tools that only another server could run, by their names.
-        choice: ``auto``, ``none``, ``required`` or ``named``.
-        name: the function that has to be called.
         parallel: whether several may be called at once.
     """
     for at, function in functions:
@@ -163,9 +194,18 @@ def tools_of(
                 f"{at}.name must be 1 to 128 letters, digits, dashes, dots or "
                 "underscores",
             )
-    names = [function.name for _, function in functions]
-    if choice == "named" and name not in names:
-        kind = others.get(str(name))
+    names = {function.name for _, function in functions}
+    for name in sorted((choice.allowed or set()) - names - others.keys()):
+        raise RequestError.invalid(
+            where, f"{where} allows {quoted(name)}, which is none of the tools"
+        )
+    functions = [
+        (at, function)
+        for at, function in functions
+        if choice.allowed is None or function.name in choice.allowed
+    ]
+    if choice.kind == "named" and choice.name not in names:
+        kind = others.get(str(choice.name))
         if kind is not None:
             raise RequestError.unsupported(
                 where,
@@ -174,35 +214,42 @@ def tools_of(
             )
         raise RequestError.invalid(
             where,
-            f"{where} must be auto, none, required or one of the tools, not "
-            f"{quoted(name)}",
+            f"{where} must be auto, none, {choice.word} or one of the tools, not "
+            f"{quoted(choice.name)}",
         )
-    if choice == "required" and not functions:
+    if choice.kind == "required" and not functions:
         kinds = ", ".join(sorted(set(others.values())))
-        text = f"{where} is required: give tools"
+        text = f"{where} is {choice.word}"
         if others:
-            text = f"{where} is required, and tools of type {kinds} are not supported"
+            text += f", and tools of type {kinds} are not supported"
         raise RequestError(f"{text}: give functions", field=where)
     for kind in sorted(set(others.values())):
         notes.add(f"tools of type {kind[:60]} are left out")
     schemas = [_openai(function) for _, function in functions]
-    if choice == "none" or not schemas:
+    if choice.kind == "none" or not schemas:
         return Tools(parallel=parallel)
     tokenizer = service.decoder.tokenizer
     template = template_of(tokenizer, tools=schemas)
     shown = template is None or "tools" in template
-    if format_of(tokenizer) is None or not shown:
-        if choice != "auto":
+    calls = format_of(tokenizer)
+    if calls is None or not shown:
+        if choice.kind != "auto":
             raise RequestError.unsupported(
                 where,
-                f"{where} {choice} is not supported: the chat template of this model "
-                "knows no tools, or no calls; use auto, or another model",
+                f"{where} can only be auto: the chat template of this model knows no "
+                "tools, or no calls; use auto, or another model",
             )
         notes.add("the chat template of this model knows no tools: calls are text")
+    elif choice.kind == "named" and calls.opening is None:
+        raise RequestError.unsupported(
+            where,
+            f"{where} names a function, and calls of this model ({calls.name}) can "
+            f"only be required: use {choice.word}",
+        )
     return Tools(
         schemas,
-        required=choice == "required",
-        name=name if choice == "named" else None,
+        required=choice.kind == "required",
+        name=choice.name if choice.kind == "named" else None,
         parallel=parallel,
     )
 

@@ -99,12 +99,7 @@ def beginning(calls: CallFormat | None, name: str | None) -> str:
     start = "" if calls.bare else calls.start
     if name is None:
         return start
-    if calls.opening is None:
-        raise RequestError.unsupported(
-            "tool_choice",
-            f"tool_choice names a function, and calls of this model ({calls.name}) can "
-            "only be required: use required",
-        )
+    assert calls.opening is not None  # checked with the request
     return start + calls.opening.replace("$", name)
 
 

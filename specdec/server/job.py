@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from ..grammar import Grammar
 from ..outputs import GenerationResult
 from ..request import TokenLogprobs
 from ..sampling_params import SamplingParams
@@ -96,6 +97,8 @@ class Job:
         names: names of the protocol's parameters, by the fields that they fill.
         stop: the client's stop texts, without those that end a call.
         grammar_required: a grammar that cannot be compiled is an error.
+        grammar_parts: forms that are part of it, after the parameters that ask for
+            them; if it cannot be compiled, one of them may be at fault.
         token_ids: pieces of the answer name their tokens.
         hides_special: special tokens are left out of the text.
     """
@@ -106,6 +109,7 @@ class Job:
     names: Mapping[str, str] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     grammar_required: bool = True
+    grammar_parts: Sequence[tuple[str, Grammar]] = ()
     token_ids: bool = False
     hides_special: bool = False
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from .conversation import (
     CallPart,
+    Choice,
     ContentPart,
     Function,
     Part,
@@ -25,10 +26,8 @@ from .job import (
     Begun,
     Call,
     Chat,
-    Client,
     End,
     Event,
-    Job,
     Message,
     Outcome,
     Piece,
@@ -36,7 +35,7 @@ from .job import (
 )
 from .rendering import Rendering, sse
 from .routing import BILLING
-from .sampling import Sampling, chat_job, stops
+from .sampling import Sampling, stops
 from .schema import Notes, Record, Refused, read
 from .service import Service
 
@@ -160,16 +159,17 @@ def parse_count(body: Any, service: Service, notes: Notes | None = None) -> Chat
         messages,
         _tools(request, service, notes),
         messages[-1]["role"] == "assistant",
-        _variables(request, service),
+        _variables(request, service, notes),
     )
 
 
-def _variables(request: PromptRequest, service: Service) -> dict[str, Any]:
+def _variables(
+    request: PromptRequest, service: Service, notes: Notes
+) -> dict[str, Any]:
     asked: dict[str, Any] = {}
     if request.thinking is not None:
         asked["enable_thinking"] = request.thinking.type != "disabled"
     if effort := request.output_config.effort:
-        # A hint, which may be given to every model.
         asked["reasoning_effort"] = effort
     for edit in request.context_management.get("edits") or []:
         known = isinstance(edit, dict) and edit.get("type") == "clear_thinking_20251015"
@@ -178,7 +178,7 @@ def _variables(request: PromptRequest, service: Service) -> dict[str, Any]:
                 "context_management",
                 "context_management edits nothing here: leave it out",
             )
-    return variables(service, asked, None)
+    return variables(service, asked, None, notes)
 
 
 def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
@@ -198,8 +198,9 @@ def _tools(request: PromptRequest, service: Service, notes: Notes) -> Tools:
         functions.append((at, function))
     choice = request.tool_choice or _ToolChoice(type="auto")
     kinds = {"any": "required", "tool": "named"}
-    return tools_of(service, functions, others, kinds.get(choice.type, choice.type),
-                    choice.name, parallel=not choice.disable_parallel_tool_use,
+    kind = kinds.get(choice.type, choice.type)
+    return tools_of(service, functions, others, Choice(kind, choice.name, word="any"),
+                    parallel=not choice.disable_parallel_tool_use,
                     notes=notes)  # fmt: skip
 
 
@@ -334,30 +335,25 @@ class MessageRendering(Rendering):
 
     @classmethod
     def asked(
-        cls, request: MessageRequest, service: Service, notes: Notes, client: Client
-    ) -> Job:
+        cls, request: MessageRequest, service: Service, notes: Notes
+    ) -> dict[str, Any]:
         names, format_ = NAMES, request.output_config.format
         if request.output_format is not None:
             format_ = request.output_format
             names = {**NAMES, "grammar": "output_format"}
         messages = _messages(request.system, request.messages, notes)
         budget = request.thinking and request.thinking.budget_tokens
-        more = {"max_thinking_tokens": budget} if budget else {}
-        return chat_job(
-            request,
-            service,
-            notes,
-            names,
-            messages=messages,
-            tools=_tools(request, service, notes),
-            format_=format_,
-            variables=_variables(request, service),
-            continued=messages[-1]["role"] == "assistant",
-            client=client,
-            max_tokens=request.max_tokens,
-            stop=stops(request.stop_sequences),
-            **more,
-        )
+        return {
+            "names": names,
+            "messages": messages,
+            "tools": _tools(request, service, notes),
+            "format_": format_,
+            "variables": _variables(request, service, notes),
+            "continued": messages[-1]["role"] == "assistant",
+            "max_tokens": request.max_tokens,
+            "stop": stops(request.stop_sequences),
+            **({"max_thinking_tokens": budget} if budget else {}),
+        }
 
     def __init__(self, *args: Any):
         super().__init__(*args)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from .errors import RequestError
 from .job import Begun, Client, End, Event, Job, Outcome, Piece, Usage
-from .sampling import OpenAISampling, Sampling
+from .sampling import OpenAISampling, Sampling, chat_job
 from .schema import Notes, read
 from .service import Service
 
@@ -55,17 +55,29 @@ class Rendering(ABC):
         notes = notes or service.notes()
         request: Any = read(cls.record, body, notes)
         model = service.check_model(request.model)
-        job = cls.asked(request, service, notes, client)
+        job = cls.job_of(request, service, notes, client)
         return cls(service, job, model, request, notes)
 
     @classmethod
-    @abstractmethod
-    def asked(cls, request: Any, service: Service, notes: Notes, client: Client) -> Job:
+    def job_of(
+        cls, request: Any, service: Service, notes: Notes, client: Client
+    ) -> Job:
         """What a request asks for.
 
         Raises:
             RequestError: it cannot be served.
         """
+        asked = cls.asked(request, service, notes)
+        return chat_job(request, service, notes, client=client, **asked)
+
+    @classmethod
+    def asked(cls, request: Any, service: Service, notes: Notes) -> dict[str, Any]:
+        """What a request of a chat protocol asks for: arguments of ``chat_job``.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        raise NotImplementedError
 
     def __init__(
         self, service: Service, job: Job, model: str, request: Sampling, notes: Notes

@@ -26,9 +26,9 @@ from .conversation import (
     variables,
 )
 from .errors import RequestError
-from .job import Begun, Call, Client, End, Event, Job, Message, Piece, Tokens, Tools
+from .job import Begun, Call, End, Event, Message, Piece, Tokens, Tools
 from .rendering import Rendering, sse
-from .sampling import OpenAISampling, chat_job
+from .sampling import OpenAISampling
 from .schema import Notes, Record, Refused, read
 from .service import Service
 
@@ -105,7 +105,7 @@ def _tools(request: ResponseRequest, service: Service, notes: Notes) -> Tools:
         record = read(_Tool, tool, notes, at)
         fields = record.model_dump(exclude={"type"})
         functions.append((at, Function(**fields)))
-    return tools_of(service, functions, others, *choice_of(request.tool_choice),
+    return tools_of(service, functions, others, choice_of(request.tool_choice),
                     parallel=request.parallel_tool_calls, notes=notes)  # fmt: skip
 
 
@@ -226,25 +226,21 @@ class ResponseRendering(Rendering):
 
     @classmethod
     def asked(
-        cls, request: ResponseRequest, service: Service, notes: Notes, client: Client
-    ) -> Job:
+        cls, request: ResponseRequest, service: Service, notes: Notes
+    ) -> dict[str, Any]:
         request.usage()  # a response always ends with it
         top, effort = request.top_logprobs, request.reasoning.effort
         kwargs = request.chat_template_kwargs
-        return chat_job(
-            request,
-            service,
-            notes,
-            NAMES,
-            messages=_messages(request.instructions, request.input, notes),
-            tools=_tools(request, service, notes),
-            format_=request.text.format,
-            variables=variables(service, kwargs, effort, where="reasoning.effort"),
-            client=client,
-            max_tokens=request.max_output_tokens,
-            logprobs="message.output_text.logprobs" in request.include or top > 0,
-            top_logprobs=top,
-        )
+        return {
+            "names": NAMES,
+            "messages": _messages(request.instructions, request.input, notes),
+            "tools": _tools(request, service, notes),
+            "format_": request.text.format,
+            "variables": variables(service, kwargs, effort, notes),
+            "max_tokens": request.max_output_tokens,
+            "logprobs": "message.output_text.logprobs" in request.include or top > 0,
+            "top_logprobs": top,
+        }
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -379,7 +375,10 @@ class ResponseRendering(Rendering):
             "temperature": self.job.params.temperature,
             "text": {"format": format_},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [{"strict": False, **tool} for tool in request.tools],
+            "tools": [
+                {**({"strict": False} if tool["type"] == "function" else {}), **tool}
+                for tool in request.tools
+            ],
             "top_logprobs": request.top_logprobs,
             "top_p": self.job.params.top_p,
             "truncation": "disabled",

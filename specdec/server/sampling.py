@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -63,7 +63,11 @@ class Sampling(Record):
          "guided_whitespace_pattern", "timings_per_token"}
     )  # fmt: skip
     refused: ClassVar[Mapping[str, Refused]] = {
-        "draft_model": Refused("the server's draft is used: leave it out"),
+        "draft_model": Refused(
+            "the server's draft is used: leave it out", ("default_model",)
+        ),
+        "adapters": Refused("the server names an adapter for all: leave it out"),
+        "role_mapping": Refused("the model's own template is used", ({},)),
         "options": Refused("name its parameters in the request itself"),
         "think": Refused("use chat_template_kwargs or reasoning_effort"),
         "include_stop_str_in_output": Refused("stop texts are left out", (False,)),
@@ -191,20 +195,20 @@ def _outputs(
     choice: list[str] | None,
     grammar: str | None,
 ) -> list[tuple[str, Grammar | None]]:
+    forms: tuple[tuple[str, Any, Callable[[Any], Grammar]], ...] = (
+        ("json", schema, Grammar.json_schema),
+        ("regex", regex, Grammar.regex),
+        ("choice", choice, Grammar.choice),
+        ("grammar", grammar, Grammar.lark),
+    )
     grammars: list[tuple[str, Grammar | None]] = []
-    try:
-        if schema is not None:
-            grammars.append((f"{prefix}json", Grammar.json_schema(schema)))
-        if regex is not None:
-            grammars.append((f"{prefix}regex", Grammar.regex(regex)))
-        if choice is not None:
-            words = " | ".join(map(json.dumps, choice))
-            grammars.append((f"{prefix}choice", Grammar.lark(f"start: {words}")))
-        if grammar is not None:
-            grammars.append((f"{prefix}grammar", Grammar.lark(grammar)))
-    except ConfigError as error:
-        where = prefix.rstrip("._")
-        raise RequestError.invalid(where, f"{where}: {error}") from error
+    for name, value, make in forms:
+        where = prefix + name
+        try:
+            if value is not None:
+                grammars.append((where, make(value)))
+        except ConfigError as error:
+            raise RequestError.invalid(where, f"{where}: {error}") from error
     return grammars
 
 
@@ -256,8 +260,8 @@ def chat_job(
     request: Sampling,
     service: Service,
     notes: Notes,
-    names: Mapping[str, str],
     *,
+    names: Mapping[str, str],
     messages: Sequence[Message],
     tools: Tools,
     format_: Mapping[str, Any] | None,
@@ -297,6 +301,7 @@ def chat_job(
         names,
         stop=stop,
         grammar_required=answer.required,
+        grammar_parts=answer.parts,
         token_ids=request.return_token_ids,
         hides_special=request.skip_special_tokens,
     )
@@ -351,6 +356,9 @@ def sampling(
         settings["min_tokens"] = wanted
     if settings["temperature"] > _WARM and isinstance(request, OpenAISampling):
         notes.add(f"temperature is above {_WARM}, the highest that OpenAI documents")
+    thinks = getattr(service.decoder.tokenizer, "has_thinking", False)
+    if settings.get("max_thinking_tokens") is not None and not thinks:
+        notes.add("this model does not think: max_thinking_tokens changes nothing")
     if settings["temperature"] > 0:
         settings.setdefault("seed", secrets.randbits(32))
     try:

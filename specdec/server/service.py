@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from ..decoder import SpecDecoder
 from ..engine.async_server import Server
 from ..errors import ConfigError, ServerError
-from ..grammar import FAILED
+from ..grammar import FAILED, Grammar
 from ..model_names import short
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
@@ -198,16 +198,29 @@ class Service:
         grammar = job.params.grammar
         if grammar is None:
             return choices
+        where, fault = await self._fault(job.names["grammar"], grammar)
+        if fault is None:
+            return choices
+        for part in job.grammar_parts:
+            at, inner = await self._fault(*part)
+            if inner is not None:
+                where, fault = at, inner
+                break
+        if job.grammar_required:
+            raise RequestError.invalid(where, f"{where}: {fault}") from fault
+        if notes is not None:
+            notes.add(f"calls do not follow their schemas: {fault}")
+        return [(e, replace(p, grammar=None), tools) for e, p, tools in choices]
+
+    async def _fault(
+        self, where: str, grammar: Grammar
+    ) -> tuple[str, ConfigError | None]:
+        """Why the form that a parameter asks for cannot be used, after its name."""
         try:
             await self.engine.compile(grammar)
         except ConfigError as error:
-            if job.grammar_required:
-                where = job.names["grammar"]
-                raise RequestError.invalid(where, f"{where}: {error}") from error
-            if notes is not None:
-                notes.add("calls do not follow their schemas, which cannot be compiled")
-            return [(e, replace(p, grammar=None), tools) for e, p, tools in choices]
-        return choices
+            return where, error
+        return where, None
 
     def _choices(self, job: Job) -> list[Choice]:
         """Prompts and parameters of all choices; runs in the tokenizing thread."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..grammar import Grammar
+from ..utils.printable import quoted
 from .errors import RequestError
 from .job import Tools
 from .schema import Notes
@@ -26,11 +27,13 @@ class AnswerGrammar:
     Args:
         where: the parameter at fault if it cannot be compiled.
         required: that is an error.
+        parts: the forms that are part of it, after the parameters that ask for them.
     """
 
     grammar: Grammar | None
     where: str = "tools"
     required: bool = True
+    parts: Sequence[tuple[str, Grammar]] = ()
 
 
 def call_grammar(
@@ -57,21 +60,34 @@ def call_grammar(
     calls = format_of(tokenizer)
     if not functions or calls is None or not (strict or tools.forced or answer):
         return AnswerGrammar(answer, where)
-    where = "tools" if answer is None else where
     readable = calls.is_json and calls.opening is not None
     if not readable and answer is None:
         if strict:
             notes.add("calls of this model are no JSON: strict is not enforced")
         return AnswerGrammar(None)
+    at = "tools"
     try:
+        followed = functions if tools.forced else strict
+        parts = [(at, _schema(each)) for each in followed if readable]
+        if answer is not None:
+            at = where
+            parts.append((at, answer))
         rules = _Rules(tokenizer, calls, tools, readable=readable)
-        grammar = Grammar.lark(rules.text(functions, answer))
+        text = rules.text(functions, answer)
+        grammar = Grammar("lark", text, "form of answers and calls together")
     except ConfigError as error:
         if strict or answer is not None:
-            raise RequestError.invalid(where, f"{where}: {error}") from error
-        notes.add("calls do not follow their schemas, which are too long")
+            raise RequestError.invalid(at, f"{at}: {error}") from error
+        notes.add(f"calls do not follow their schemas: {error}")
         return AnswerGrammar(None)
-    return AnswerGrammar(grammar, where, bool(strict) or answer is not None)
+    required = bool(strict) or answer is not None
+    return AnswerGrammar(grammar, at, required, parts)
+
+
+def _schema(function: Mapping[str, Any]) -> Grammar:
+    """The form of a function's arguments."""
+    schema = function.get("parameters") or {"type": "object"}
+    return Grammar.json_schema(schema, f"schema of function {quoted(function['name'])}")
 
 
 def call_ends(tokenizer: Any, tools: Tools) -> tuple[str, ...]:
@@ -176,7 +192,7 @@ class _Rules:
             escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", answer.text)
             return f"/{escaped}/"
         raise ConfigError(
-            "a grammar in Lark does not go with tools that may be called: leave one "
+            f"the {answer.name} does not go with tools that may be called: leave one "
             "of them out"
         )
 

@@ -1,7 +1,8 @@
 """A process that stands for a replica: it starts at once, and does what prompts say.
 
 ``python -m tests.server.fake_replica NUMBER``; the socket's path is the first line of
-its standard input. With ``FAKE_LOADABLE`` it waits for room first. Prompts: ``hang`` answers nothing, ``crash`` ends the process,
+its standard input. With ``FAKE_LOADABLE`` in the environment it waits for room first.
+Prompts: ``hang`` answers nothing, ``crash`` ends the process,
 ``stream`` sends two events and a half and hangs, ``step`` sends an event for each
 ``POST /v1/go``, and ``wait`` waits for one, or for the end; all others are answered
 with what was asked. ``/health`` counts the answers that are due.

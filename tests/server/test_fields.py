@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,79 @@ def test_forced_calls_follow_their_schema(openai_client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             create(tools=[strict], **common)
         assert refused.value.param == "tools"
+        assert "schema of function 'f' cannot be used" in str(refused.value)
+
+
+def test_what_is_wrong_with_a_form_is_said_of_what_was_sent(server: Running) -> None:
+    """A message quotes a grammar that the server has made, and no field of the body."""
+    good: Any = STRICT["function"]
+    wrong = {"type": "object", "properties": {"a": {"not": {}}}}
+    bad = {**good, "name": "g", "parameters": wrong}
+    function = [{"type": "function", "function": each} for each in (good, bad)]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
+    place = 'cannot be used: at properties.a: Unimplemented keys: ["not"]'
+    loose = [{"type": "function", "function": {**bad, "strict": False}}]
+    fine = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for more, param, said in (
+        ({"tools": function}, "tools", f"tools: the schema of function 'g' {place}"),
+        ({"tools": function, "response_format": fine}, "tools", f"'g' {place}"),
+        ({"tools": loose, "response_format": form}, "response_format",
+         f"response_format: the JSON schema {place}"),
+        ({"response_format": form}, "response_format", place),
+        ({"guided_choice": ["a" * 200_000]}, "guided_choice", "list of choices has"),
+        ({"guided_choice": ["a"], "tools": loose}, "guided_choice",
+         "the list of choices does not go with tools"),
+    ):  # fmt: skip
+        made = post(server, "chat/completions", **more)
+        assert made.status_code == 400, (more, made.text)
+        error = made.json()["error"]
+        assert (error["param"], said in error["message"]) == (param, True), error
+        assert "Lark" not in error["message"]
+    made = post(server, "chat/completions", tools=loose, tool_choice="required")
+    assert made.status_code == 200
+    assert (
+        f"schemas: the schema of function 'g' {place}" in made.headers["x-specdec-note"]
+    )
+
+
+def test_tools_that_are_allowed(server: Running) -> None:
+    """A client that names several tools is refused, or calls others than these."""
+    f = {"type": "function", "name": "f"}
+    flat = [{**f, "parameters": SCHEMA}, {**f, "name": "g", "parameters": SCHEMA}]
+    nested = [{"type": "function", "function": each} for each in flat]
+    chat = {"mode": "required", "tools": [{"type": "function", "function": f}]}
+    for path, tools, more in (
+        ("responses", flat, {"mode": "required", "tools": [f]}),
+        ("chat/completions", nested, {"allowed_tools": chat}),
+    ):
+        size = "max_output_tokens" if path == "responses" else "max_tokens"
+        body = {"tools": tools, size: 200}
+        made = post(server, path, **body, tool_choice={"type": "allowed_tools", **more})
+        assert made.status_code == 200, made.text
+        assert '"name":"f"' in made.text
+        assert '"arguments":"{' in made.text
+        inner: Any = more.get("allowed_tools", more)
+        for wrong in (
+            {**inner, "mode": "x"}, {**inner, "tools": []}, {**inner, "tools": "f"},
+            {**inner, "tools": [{**f, "name": "h"}]}, {"mode": "auto"},
+        ):  # fmt: skip
+            choice = {"allowed_tools": wrong} if "allowed_tools" in more else wrong
+            choice = {"type": "allowed_tools", **choice}
+            made = post(server, path, **body, tool_choice=choice)
+            assert made.status_code == 400
+            assert made.json()["error"]["param"] == "tool_choice"
+
+
+def test_words_of_the_protocol(server: Running) -> None:
+    """An answer about ``any``, of which Anthropic speaks, is about ``required``."""
+    made = post(server, "messages", tool_choice={"type": "any"})
+    assert made.json()["error"]["message"] == "tool_choice is any: give functions"
+    tool = {"name": "f", "input_schema": SCHEMA}
+    choice = {"type": "tool", "name": "g"}
+    made = post(server, "messages", tools=[tool], tool_choice=choice)
+    assert "auto, none, any or one of the tools" in made.json()["error"]["message"]
+    made = post(server, "responses", tools=[{"type": "web_search"}])
+    assert made.json()["tools"] == [{"type": "web_search"}]
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -266,7 +340,6 @@ def test_the_access_log(decoder: SpecDecoder, caplog: pytest.LogCaptureFixture) 
 
     Of warnings, a server shows five of a kind in a minute.
     """
-
     guard.limit_log()
     with running(decoder, log_requests=True, api_keys=("k",)) as server:
         with httpx.Client(base_url=server.url, headers={"x-api-key": "k"}) as client:
@@ -303,11 +376,15 @@ def test_the_access_log_of_clients_that_leave(
 ) -> None:
     """An answer that nobody waited for seems to have cost nothing."""
     with running(decoder, log_requests=True, max_tokens=4000) as server:
+
+        def generated() -> int:
+            return server.service.engine.stats.generated_tokens
+
         for streamed in (False, True):
-            before = server.service.engine.stats.generated_tokens
+            most = generated() + 9
             with endless(server, stream=streamed):
-                until(lambda: server.service.engine.stats.generated_tokens > before + 9)
-            until(lambda more=streamed: len(logged(caplog)) > more)
+                until(partial(lambda most: generated() > most, most))
+            until(partial(lambda lines: len(logged(caplog)) > lines, int(streamed)))
     alone, streamed_line = logged(caplog)
     cost = r"left, \d+ prompt tokens, [1-9]\d* generated"
     assert re.search(f" 499 in .* s: {cost}$", alone), alone

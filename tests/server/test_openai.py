@@ -387,9 +387,6 @@ def test_chat_template_config_and_thoughts(
                 extra_body={"chat_template_kwargs": {own: "{{ 1 }}"}},
             )
         assert refused.value.param == "chat_template_kwargs"
-    with pytest.raises(openai.BadRequestError) as refused:
-        create(model="tiny", messages=MESSAGES, reasoning_effort="high")
-    assert refused.value.param == "reasoning_effort"
 
 
 SCHEMA: Any = {

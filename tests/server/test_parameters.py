@@ -127,6 +127,8 @@ MORE: Cases = {
     "stop_token_ids": param("stop_token_ids", [5], (5,)),
     "num_draft_tokens": param("num_draft_tokens", 1),
     "cache_salt": param("cache_salt", "mine"),
+    "adapters": Refused("a folder"),
+    "role_mapping": Refused({"user": "x"}),
     "verification": param("verification", "block"),
     "seed": param("seed", 7),
     "temperature": param("temperature", 0.5),
@@ -204,6 +206,7 @@ OPENAI: Cases = {
     ),
 }
 THINKING = {"type": "enabled", "budget_tokens": 2000}
+NO_SETTING = "the chat template of this model has no setting for thoughts"
 PROMPT: Cases = {
     "messages": source("messages", [USER], [USER]),
     "system": Used("Be kind", lambda r: _chat(r).messages[0]["content"]),
@@ -242,7 +245,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Record], dict[str, Any], Cases]]
         "tool_choice": source("tools.required", "required", True, tools=[TOOL]),
         "parallel_tool_calls": source("tools.parallel", False),
         "response_format": Used(JSON, lambda r: r.job.params.grammar.text, "{}"),
-        "reasoning_effort": Refused("high"),  # this template has none
+        "reasoning_effort": Used("high", lambda r: r.notes.texts, [NO_SETTING]),
         "chat_template_kwargs": source("variables", {"think": True}),
         "continue_final_message": source(
             "continued", True, messages=[USER, {**USER, "role": "assistant"}]
@@ -284,7 +287,7 @@ CASES: dict[str, tuple[Callable[..., Any], type[Record], dict[str, Any], Cases]]
         "parallel_tool_calls": source("tools.parallel", False),
         "text": Used({"format": SCHEMA}, lambda r: r.job.params.grammar.text,
                      '{"type": "object"}'),
-        "reasoning": Refused({"effort": "high"}),  # this template has none
+        "reasoning": Used({"effort": "high"}, lambda r: r.notes.texts, [NO_SETTING]),
         "top_logprobs": param("logprobs", 2, True),
         "include": param("logprobs", [
             "reasoning.encrypted_content", "message.output_text.logprobs"], True),
@@ -443,7 +446,7 @@ PARTS: tuple[tuple[Any, str, Callable[[Any], Any], dict[str, Any], str], ...] = 
      {**TOOLS, "async": True, "output_schema": {}},
      "defer_loading description name parameters strict type"),
     (Reasoning, "responses", lambda p: {"input": "a", "reasoning": p},
-     {"effort": "high"}, "context generate_summary mode summary"),
+     {}, "context effort generate_summary mode summary"),
     (ResponseTextConfigParam, "responses", lambda p: {"input": "a", "text": p},
      {}, "format verbosity"),
     (TextBlockParam, "messages",
