@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 #: The compiler that MLX calls on Linux.
 INSTALL_GXX = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
@@ -15,6 +17,8 @@ def install(extra: str) -> str:
     """How to install the packages of an extra, as the end of a message."""
     if in_checkout():
         return f"{installer()} '.[{extra}]' in a checkout"
+    if source := _source():
+        return f"{installer()} '{source}[{extra}]'"
     return f"{installer()} '{DISTRIBUTION}[{extra}]'"
 
 
@@ -37,6 +41,19 @@ def installer() -> str:
 def in_checkout() -> bool:
     """Whether this package is a working tree, not an installed copy."""
     return (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
+
+
+def _source() -> str | None:
+    """The checkout or the wheel that specdec was installed from, if it is there."""
+    try:
+        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    url = urlsplit(json.loads(text or "{}").get("url", ""))
+    path = Path(unquote(url.path))
+    if url.scheme != "file":
+        return None
+    return str(path) if path.is_file() or (path / "pyproject.toml").is_file() else None
 
 
 def is_backend(error: ImportError) -> bool:

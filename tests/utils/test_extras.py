@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -13,11 +14,16 @@ import specdec
 from specdec.utils import extras
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, prefix: Path, by: str) -> None:
-    """Let specdec seem an installed copy."""
+def installed(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path, by: str, source: str | None = None
+) -> None:
+    """Let specdec seem an installed copy of ``source``."""
     monkeypatch.setattr(sys, "prefix", str(prefix))
     monkeypatch.setattr(extras, "in_checkout", lambda: False)
-    files = SimpleNamespace(read_text={"INSTALLER": f"{by}\n"}.get)
+    texts = {"INSTALLER": f"{by}\n"}
+    if source is not None:
+        texts["direct_url.json"] = json.dumps({"url": source, "dir_info": {}})
+    files = SimpleNamespace(read_text=texts.get)
     monkeypatch.setattr(metadata, "distribution", lambda _: files)
 
 
@@ -33,6 +39,23 @@ def test_an_extra_is_named_as_it_can_be_installed(
     (tmp_path / "uv-receipt.toml").touch()
     tool = f"uv pip install --python {tmp_path} 'mlx-specdec[gguf]'"
     assert extras.install("gguf") == tool
+
+
+def test_a_copy_of_a_checkout_is_installed_from_it_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``pip install '.[cpu]'`` makes a copy; no index has the other packages."""
+    checkout = tmp_path / "a checkout"
+    checkout.mkdir()
+    (checkout / "pyproject.toml").touch()
+    wheel = tmp_path / "mlx_specdec-1-py3-none-any.whl"
+    wheel.touch()
+    for source in (checkout, wheel):
+        installed(monkeypatch, tmp_path, "pip", source.as_uri())
+        assert extras.install("gguf") == f"pip install '{source}[gguf]'"
+    for gone in ((tmp_path / "gone").as_uri(), "https://a.example/x.whl"):
+        installed(monkeypatch, tmp_path, "pip", gone)
+        assert extras.install("gguf") == "pip install 'mlx-specdec[gguf]'"
 
 
 def test_an_import_without_mlx_names_the_way_out(
