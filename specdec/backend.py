@@ -9,13 +9,16 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from .errors import CompilerMissingError
+from .errors import CompilerMissingError, ConfigError
 from .utils.blas import MEND_GXX, load_blas
 from .utils.extras import INSTALL_GXX
+from .utils.printable import quoted
+from .utils.process import may_use_cuda, user_visible
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
@@ -167,6 +170,9 @@ def defaults(name: str | None = None) -> BackendDefaults:
 
     Args:
         name: ``cpu``, ``cuda`` or ``metal``; ``None``: that of MLX's default device.
+
+    Raises:
+        ConfigError: MLX is one for CUDA, and there is no GPU.
     """
     if name is not None:
         return _DEFAULTS[name]
@@ -174,7 +180,33 @@ def defaults(name: str | None = None) -> BackendDefaults:
 
     if mx.default_device().type == mx.DeviceType.cpu:
         return _DEFAULTS["cpu"]
-    return _DEFAULTS["metal" if mx.metal.is_available() else "cuda"]
+    if mx.metal.is_available():
+        return _DEFAULTS["metal"]
+    _check_gpu()
+    return _DEFAULTS["cuda"]
+
+
+@cache
+def _check_gpu() -> None:
+    """Refuse CUDA without a GPU, which MLX notices at the first allocation.
+
+    Raises:
+        ConfigError: there is none, or the user left none visible.
+    """
+    import mlx.core as mx
+
+    if not may_use_cuda() or mx.device_count(mx.DeviceType.gpu):
+        return
+    visible = user_visible()
+    if visible is None:
+        raise ConfigError(
+            "MLX is the one for CUDA, and CUDA finds no GPU: nvidia-smi says what is "
+            "missing, and the extra cpu needs none"
+        )
+    raise ConfigError(
+        f"CUDA_VISIBLE_DEVICES is {quoted(visible)}, and CUDA finds no such GPU: take "
+        "the numbers that nvidia-smi -L lists, or unset it"
+    )
 
 
 def memory_size(sharing: int = 1) -> int | None:

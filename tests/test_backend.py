@@ -13,7 +13,8 @@ import mlx.core as mx
 import pytest
 
 from specdec import backend
-from specdec.errors import CompilerMissingError
+from specdec.errors import CompilerMissingError, ConfigError
+from specdec.utils import process
 from specdec.utils.blas import MEND_GXX, load_blas
 
 needs_cpu_backend = pytest.mark.skipif(
@@ -45,6 +46,31 @@ def test_defaults(
         found.static_shapes,
         found.peek_rows,
     )
+
+
+@pytest.mark.parametrize(
+    ("visible", "remedy"),
+    [
+        (None, "nvidia-smi says what is missing"),
+        ("9", "CUDA_VISIBLE_DEVICES is '9'"),
+        ("", "CUDA_VISIBLE_DEVICES is ''"),
+    ],
+)
+def test_cuda_without_a_gpu_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, remedy: str
+) -> None:
+    """MLX for CUDA takes a GPU for granted, and its first allocation fails."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_count", lambda _: 0)
+    monkeypatch.setattr(backend, "may_use_cuda", lambda: True)
+    monkeypatch.setattr(process, "_user_visible", [visible])
+    backend._check_gpu.cache_clear()
+    with pytest.raises(ConfigError, match="finds no") as caught:
+        backend.check_compiler()
+    assert remedy in str(caught.value)
+    monkeypatch.setattr(mx, "device_count", lambda _: 1)
+    assert backend.check_compiler() is None
+    backend._check_gpu.cache_clear()
 
 
 def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

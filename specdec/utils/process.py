@@ -90,10 +90,15 @@ def may_use_cuda() -> bool:
     return sys.platform == "linux" and not mlx_is_for_cpu()
 
 
+def user_visible() -> str | None:
+    """The user's value of ``CUDA_VISIBLE_DEVICES``."""
+    return _user_visible[0] if _user_visible else os.environ.get(_VISIBLE)
+
+
 @cache
 def cuda_devices() -> list[str]:
     """CUDA's names of the devices that the user left visible, hidden ones included."""
-    visible = _user_visible[0] if _user_visible else os.environ.get(_VISIBLE)
+    visible = user_visible()
     environment = child_environment()
     environment.pop(_VISIBLE, None)
     if visible is not None:
