@@ -135,3 +135,11 @@ def reason_of(error: BaseException) -> str:
     except Exception:  # an error's own __str__ may fail
         text = ""
     return f"{kind}: {text}" if text else kind
+
+
+def is_full(error: Exception) -> bool:
+    """Whether memory ran out, in the words of CUDA, of Metal or of MLX on a CPU."""
+    words = "out of memory", "insufficient memory", "to allocate", "alloc_failed"
+    said = str(error).lower()
+    in_mlx = isinstance(error, RuntimeError) and any(word in said for word in words)
+    return in_mlx or isinstance(error, MemoryError)

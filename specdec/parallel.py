@@ -30,7 +30,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import backend
-from .errors import RankError, SpecdecError, reason_of
+from .errors import RankError, SpecdecError, is_full, reason_of
 from .utils.links import MEETING, Link, accept_ranks, reach_rank_0, supervised
 from .utils.printable import shorten
 from .utils.wire import decode, encode
@@ -424,8 +424,10 @@ class Follower(Ranks):
         try:
             yield
         except Exception as error:
-            ours = isinstance(error, SpecdecError)
-            self._reply("error", str(error) if ours else reason_of(error))
+            said = str(error) if isinstance(error, SpecdecError) else reason_of(error)
+            if is_full(error):
+                said = f"its memory is full, lower the batch size ({shorten(error)})"
+            self._reply("error", said)
             raise
 
     def _reply(self, what: str, content: Facts) -> None:

@@ -25,7 +25,7 @@ from unicodedata import category
 import click
 
 from ..backend import newer_than_tested
-from ..errors import ConfigError, SpecdecError
+from ..errors import ConfigError, SpecdecError, is_full
 from ..model_names import short
 from ..prompts import PromptRecord
 from ..utils.ctrl_c import INTERRUPTED
@@ -349,14 +349,6 @@ def debugging() -> bool:
     return os.environ.get(DEBUG, "") not in ("", "0")
 
 
-def _is_full(error: Exception) -> bool:
-    """Whether memory ran out, in the words of CUDA, of Metal or of MLX on a CPU."""
-    words = "out of memory", "insufficient memory", "to allocate", "alloc_failed"
-    said = str(error).lower()
-    in_mlx = isinstance(error, RuntimeError) and any(word in said for word in words)
-    return in_mlx or isinstance(error, MemoryError)
-
-
 def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "specdec"
@@ -375,7 +367,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         return f"{name}{error.strerror}", FAILURE
     if isinstance(error, ImportError) and is_backend(error):
         return f"MLX has no backend here: {install_backend()} ({error})", FAILURE
-    if _is_full(error):
+    if is_full(error):
         return (
             "the memory is full: end other programs that use the device, or lower "
             f"--memory-limit or --batch if the command has them ({shorten(error)})",

@@ -24,10 +24,10 @@ from specdec import SamplingParams, SpecDecoder
 from specdec.cli import main, ranks
 from specdec.engine.led import follow, parted
 from specdec.engine.session import Bounds
-from specdec.errors import RankError
+from specdec.errors import ConfigError, RankError
 from specdec.grammar import Grammar, GrammarCompiler
-from specdec.parallel import SECRET, Ranks, _address, _facts, _launched_size
-from specdec.utils.links import accept_ranks, reach_rank_0
+from specdec.parallel import SECRET, Follower, Ranks, _address, _facts, _launched_size
+from specdec.utils.links import Link, accept_ranks, reach_rank_0
 from specdec.utils.wire import decode, encode
 from tests.byte_tokenizer import byte_tokenizer
 from tests.models.folders import write_folder
@@ -300,6 +300,27 @@ def test_where_ranks_part() -> None:
         "None here and stop there"
     )
     assert parted([row], []) == "rows [4] are rows [] there"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("[malloc] Unable to allocate 9 bytes."), "its memory is full"),
+        (RuntimeError("a fault"), "RuntimeError: a fault"),
+        (ConfigError("dtype is 3"), "dtype is 3"),
+    ],
+)
+def test_what_rank_0_reports_of_another_s_error(error: Exception, said: str) -> None:
+    """Catches a full device of another rank that looks like a fault of the program."""
+    here, there = socket.socketpair()
+    with here, there:
+        follower = Follower.__new__(Follower)
+        follower._link = Link(here)
+        with pytest.raises(type(error)), follower.reporting():
+            raise error
+        kind, content = decode(Link(there, leads=True).receive(5))
+    assert kind == "error"
+    assert said in content
 
 
 def test_grammars_are_compiled_beside_steps() -> None:
