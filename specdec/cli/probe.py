@@ -43,19 +43,19 @@ def probe(
     """  # noqa: D301 - click's mark for lines to keep
     from ..backend import defaults, describe
     from ..model_names import short, target_name
-    from ..models.metal_kernels import layers_of, matrices_of, trials
+    from ..models.metal_kernels import matrices_of, subjects_of, trials
     from ..models.model_outline import outline
 
     name = target_name(target)
     machine, ours = describe(), defaults().name == "metal"
     model = outline(name, dtype=dtype).model
-    kinds = len(matrices_of(model)) + len(layers_of(model)) * ours
+    kinds = subjects_of(model, ours=ours)
     if not matrices_of(model):
         raise click.UsageError(f"{short(name)} has no matrices to time: only experts")
     found: list[Trial] = []
-    with Progress("kind", kinds, quiet=quiet) as progress:
+    with Progress("kind", len(kinds), quiet=quiet) as progress:
         progress.add(0, what="timing products")
-        for trial in trials(model, ours=ours, again=again):
+        for trial in trials(kinds, ours=ours, again=again):
             found.append(trial)
             progress.add(1, what="timing products")
     if as_json:

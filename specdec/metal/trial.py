@@ -7,7 +7,7 @@ decodes: ``specdec probe`` asks ``python -m specdec.metal.trial``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import islice
@@ -20,13 +20,14 @@ from mlx_lm.models.gated_delta import gated_delta_kernel
 from ..cuda import gated_delta
 from ..cuda.gated_delta import Form, Found, Inputs, reference, scan
 from ..utils.child import serve
+from . import attention
 from .few_rows import Kind, faults, product
 
 # Bytes of the matrices of a chain, so that no cache holds them; the most products of a
 # chain, and about how many seconds one takes.
 _BYTES, _MOST_PRODUCTS, _SECONDS = 256 * 2**20, 64, 0.03
-# Gated delta layers of a chain.
-_LAYERS = 16
+# Layers of a chain; keys of a row for attention.
+_LAYERS, _COLUMNS = 16, 4096
 # How often each chain is timed, and the seconds after which it is not timed again.
 _TIMES, _PATIENCE = 5, 2.0
 _MEMORY = 2**48  # what a GPU maps is no measure of what a trial takes
@@ -39,7 +40,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``rows`` to time, whether to try our kernel, ``ours``, and a matrix or
-            a layer: ``kind`` of :meth:`Kind.wire`, or ``form`` of :func:`form_wire`.
+            a layer: ``kind`` of :meth:`Kind.wire`, ``form`` of :func:`form_wire`, or
+            ``attention`` of :meth:`attention.Form.wire`.
 
     Returns:
         ``fault``: what is wrong with our kernel, or an empty text; ``mlx`` and
@@ -47,6 +49,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """
     if "form" in request:
         return try_form(request)
+    if "attention" in request:
+        return try_attention(request)
     return try_kind(request)
 
 
@@ -94,6 +98,48 @@ def try_form(request: dict[str, Any]) -> dict[str, Any]:
     return {"fault": fault, "mlx": {}, "ours": {}, **found}
 
 
+def try_attention(request: dict[str, Any]) -> dict[str, Any]:
+    """Prove our attention of few queries, and time it and MLX's with long rows."""
+    form = attention.Form.read(request["attention"])
+    size, heads, pairs, dtype = form
+    hows: dict[str, Callable[..., mx.array]] = {"mlx": _mlx_attention}
+    fault = attention.faults(form) if request["ours"] else ""
+    if request["ours"] and not fault:
+        hows["ours"] = attention.attention
+    shape = 2, pairs, _COLUMNS, size
+    caches = [
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+        for i in range(_LAYERS)
+    ]
+    found: dict[str, dict[int, float]] = {"mlx": {}, "ours": {}}
+    for tokens in request["rows"]:
+        q = mx.random.normal((1, heads, tokens, size)).astype(dtype)
+        mx.eval(q, caches)
+        some = {n: h for n, h in hows.items() if n == "mlx" or tokens > 1}
+        chains = {n: partial(_attended, how, q, caches) for n, how in some.items()}
+        for name, seconds in _in_turns(chains).items():
+            found[name][tokens] = 1e3 * seconds / _LAYERS
+    return {"fault": fault, **found}
+
+
+def _mlx_attention(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, mask: str
+) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+
+
+def _attended(
+    how: Callable[..., mx.array], q: mx.array, caches: Sequence[mx.array]
+) -> float:
+    """The seconds of a chain of layers, each of which waits for the one before."""
+    y, scale = q, q.shape[-1] ** -0.5
+    begin = time.perf_counter()
+    for keys, values in caches:
+        y = q + how(y, keys[None], values[None], scale, "causal") * 0
+    mx.eval(y)
+    return time.perf_counter() - begin
+
+
 def _layers(form: Form, drawn: Any, tokens: int, how: Callable[..., Found]) -> float:
     """The seconds of a chain of layers, each of which waits for the one before."""
     weights, inputs, past, after = drawn
@@ -107,7 +153,7 @@ def _layers(form: Form, drawn: Any, tokens: int, how: Callable[..., Found]) -> f
     return time.perf_counter() - begin
 
 
-def _in_turns(chains: dict[str, Callable[[], float]]) -> dict[str, float]:
+def _in_turns(chains: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     """The median seconds of chains that take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in chains}
     begin = time.perf_counter()

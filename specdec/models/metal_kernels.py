@@ -16,9 +16,10 @@ from typing import Any
 import mlx.nn as nn
 
 from ..cuda import gated_delta, proofs
+from ..cuda.attention_patch import calling_instead
 from ..cuda.gated_delta import Form, form_of, is_layer
 from ..cuda.modules import change_kinds, leaves_of
-from ..metal import few_rows
+from ..metal import attention, few_rows
 from ..metal.few_rows import BANDS, KINDS, Kind
 from ..metal.trial import form_wire
 from ..utils.child import Child, ChildError
@@ -57,7 +58,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class Subject:
     """What is tried: what a child is asked, and the verdicts by ranges of rows."""
 
     name: str
@@ -72,20 +73,20 @@ class _Subject:
         return tuple(n for low, high in bands for n in range(low, high + 1))
 
 
-def _of_matrix(kind: Kind, rows: Sequence[int] = ROWS) -> _Subject:
+def _of_matrix(kind: Kind, rows: Sequence[int] = ROWS) -> Subject:
     bands = BANDS if kind.fits else ()
     verdicts = {
         each: f"few rows: {kind.name}, {each[0]} to {each[1]}" for each in bands
     }
-    return _Subject(kind.name, {"kind": kind.wire()}, tuple(rows), verdicts)
+    return Subject(kind.name, {"kind": kind.wire()}, tuple(rows), verdicts)
 
 
-def _of_layer(form: Form, rows: Sequence[int] = ROWS) -> _Subject:
+def _of_layer(form: Form, rows: Sequence[int] = ROWS) -> Subject:
     heads = f"{form.key_heads} and {form.value_heads} heads"
     name = f"gated delta, {heads} of {form.key_size}, tokens"
     tokens = tuple(n for n in rows if n <= TOKENS)
     request = {"form": form_wire(form)}
-    return _Subject(name, request, tokens, {(1, TOKENS): form.name})
+    return Subject(name, request, tokens, {(1, TOKENS): form.name})
 
 
 def matrices_of(model: nn.Module) -> Counter[Kind]:
@@ -112,6 +113,44 @@ def matrices_of(model: nn.Module) -> Counter[Kind]:
     return counts
 
 
+def _of_attention(form: attention.Form, rows: Sequence[int] = ROWS) -> Subject:
+    bands = attention.BANDS if form.known else ()
+    verdicts = {(low, high): f"{form.name}, {low} to {high}" for low, high in bands}
+    tokens = tuple(n for n in rows if n <= attention.MOST_TOKENS)
+    request = {"attention": form.wire()}
+    return Subject(f"{form.name}, queries", request, tokens, verdicts)
+
+
+def _attending(module: nn.Module) -> Any:
+    """The module's class with our attention; ``None``: it does not call mlx-lm's."""
+    usual, ours = attention.USUAL, attention.attend
+    return calling_instead(type(module), "scaled_dot_product_attention", usual, ours)
+
+
+def attention_of(model: nn.Module) -> Counter[attention.Form]:
+    """The forms of a model's attention, and how many layers have each."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    forms = (_form_of(each) for _, each in modules if _attending(each) is not None)
+    return Counter(form for form in forms if form is not None)
+
+
+def _form_of(module: Any) -> attention.Form | None:
+    """The form of an attention module; ``None``: its numbers have other names."""
+    projection = module.get("q_proj")
+    heads, pairs = (
+        next((n for name in names if (n := getattr(module, name, None))), None)
+        for names in (
+            ("n_heads", "num_heads", "num_attention_heads"),
+            ("n_kv_heads", "num_key_value_heads"),
+        )
+    )
+    if not heads or not pairs or projection is None or "weight" not in projection:
+        return None
+    dtype = projection.get("scales", projection["weight"]).dtype
+    size = getattr(module, "head_dim", projection["weight"].shape[0] // heads)
+    return attention.Form(size, heads, pairs, dtype)
+
+
 def layers_of(model: nn.Module) -> Counter[Form]:
     """The forms of a model's gated delta layers, and how many layers have each."""
     modules: list[tuple[str, Any]] = model.named_modules()
@@ -119,22 +158,33 @@ def layers_of(model: nn.Module) -> Counter[Form]:
     return Counter(form for form in forms if form is not None)
 
 
-def trials(
-    model: nn.Module, *, ours: bool, again: bool = False, rows: Sequence[int] = ROWS
-) -> Iterator[Trial]:
-    """Time MLX's products with a model's matrices, and try our kernels.
-
-    Gated delta layers are timed where there is a kernel to try. What was tried before
-    is not tried again.
+def subjects_of(
+    model: nn.Module, *, ours: bool, rows: Sequence[int] = ROWS
+) -> list[tuple[Subject, int]]:
+    """What :func:`trials` times for a model, and how many layers are of each kind.
 
     Args:
-        ours: whether this machine can run our kernels.
-        again: try them even if they were tried before.
+        ours: with attention and gated delta layers, of which only our kernels are
+            compared with MLX's operations.
         rows: the numbers of rows to time.
     """
     subjects = [(_of_matrix(k, rows), n) for k, n in matrices_of(model).items()]
     if ours:
+        heads = attention_of(model).items()
+        subjects += [(_of_attention(f, rows), n) for f, n in heads if f.known]
         subjects += [(_of_layer(f, rows), n) for f, n in layers_of(model).items()]
+    return subjects
+
+
+def trials(
+    subjects: Sequence[tuple[Subject, int]], *, ours: bool, again: bool = False
+) -> Iterator[Trial]:
+    """Time MLX's computations, and try our kernels that were not tried before.
+
+    Args:
+        ours: whether this machine can run our kernels.
+        again: try them even if they were tried before.
+    """
     child = Child("specdec.metal.trial", again=False)
     try:
         for subject, layers in subjects:
@@ -146,7 +196,7 @@ def trials(
 
 
 def _try(
-    child: Child, subject: _Subject, layers: int, *, ours: bool, again: bool
+    child: Child, subject: Subject, layers: int, *, ours: bool, again: bool
 ) -> Trial:
     verdicts = subject.verdicts if ours else {}
     new = any(proofs.kept(name) is None for name in verdicts.values())
@@ -194,3 +244,10 @@ def take_kernels(model: nn.Module) -> None:
         change_kinds(model, KINDS, suits)
         for form in layers_of(model):
             gated_delta.settle(form, bool(_of_layer(form).used))
+        for heads in attention_of(model):
+            attention.tokens_of[heads] = frozenset(_of_attention(heads).used)
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        kind, of = _attending(module), _form_of(module)
+        if kind is not None and of is not None and attention.tokens_of.get(of):
+            module.__class__ = kind

@@ -31,7 +31,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """What a machine answers; empty: this one is asked."""
     results: list[Trial] = []
 
-    def trials(model: Any, *, ours: bool, again: bool) -> Iterator[Trial]:
+    def trials(kinds: Any, *, ours: bool, again: bool) -> Iterator[Trial]:
         yield from results
 
     monkeypatch.setattr(metal_kernels, "trials", trials)
@@ -42,10 +42,9 @@ def test_a_machine_without_metal(
     folder: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It times MLX's products; a CPU must not look for Metal kernels."""
-    monkeypatch.setattr(metal_kernels, "ROWS", (1, 2))
-    right = metal_kernels.trials
+    right = metal_kernels.subjects_of
     monkeypatch.setattr(
-        metal_kernels, "trials", lambda *a, **k: right(*a, **k, rows=(1, 2))
+        metal_kernels, "subjects_of", lambda *a, **k: right(*a, **k, rows=(1, 2))
     )
     result = specdec("probe", "--target", str(folder), "--quiet")
     assert (result.exit_code, result.stderr) == (0, "")

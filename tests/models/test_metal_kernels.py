@@ -10,16 +10,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
+from mlx_lm.models.llama import Attention as LlamaAttention
 
 from specdec import backend
 from specdec.cuda import gated_delta, proofs
 from specdec.cuda.fused_linear import separated
-from specdec.metal import few_rows, trial
+from specdec.metal import attention, few_rows, trial
 from specdec.metal.few_rows import FewRowsEmbedding, FewRowsLinear, Kind
 from specdec.models import kernel_proofs, metal_kernels
 from specdec.models.kernel_proofs import kept_proofs
-from specdec.models.metal_kernels import ROWS, matrices_of, take_kernels, trials
+from specdec.models.metal_kernels import (
+    ROWS,
+    matrices_of,
+    subjects_of,
+    take_kernels,
+    trials,
+)
 from specdec.models.precision import cast, quantized_copy
 from specdec.utils.child import ChildError
 from tests.cuda.emulation.cuda import emulated, needs_compiler
@@ -89,7 +97,9 @@ def verdict(kind: Kind, band: tuple[int, int]) -> str:
 
 def probe(**how: Any) -> metal_kernels.Trial:
     layer = nn.QuantizedLinear(64, 40, bias=False, group_size=32, bits=4)
-    (found,) = trials(nn.Sequential(layer), **{"ours": True, **how})
+    ours, rows = how.pop("ours", True), how.pop("rows", ROWS)
+    subjects = subjects_of(nn.Sequential(layer), ours=ours, rows=rows)
+    (found,) = trials(subjects, ours=ours, **how)
     return found
 
 
@@ -172,6 +182,51 @@ def test_a_trial_proves_and_times_a_gated_delta_layer(
         found = trial.answer(request)
     assert found["fault"] == ""
     assert set(found["mlx"]) == set(found["ours"]) == {1, 3}
+
+
+@needs_compiler
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_trial_proves_and_times_attention(
+    ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_LAYERS", 2)
+    monkeypatch.setattr(trial, "_COLUMNS", 40)
+    monkeypatch.setattr(attention, "SPAN", 96)
+    form = attention.Form(64, 2, 1, mx.float32)
+    request = {"attention": form.wire(), "rows": [1, 3], "ours": ours}
+    for _ in emulated(monkeypatch, attention._kernel, metal_kernel=metal_kernel):
+        found = trial.answer(json.loads(json.dumps(request)))
+    assert found["fault"] == ""
+    assert set(found["mlx"]) == {1, 3}
+    assert set(found["ours"]) == ({3} if ours else set())
+
+
+def test_attention_uses_what_was_proven(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "tokens_of", {})
+    monkeypatch.setattr(attention, "FEWEST_COLUMNS", 1)
+    model = tiny_model("llama", seed=0, head_dim=64)
+    ((form, layers),) = metal_kernels.attention_of(model).items()
+    assert (form.size, layers) == (64, len(model.layers))
+    take_kernels(model)
+    assert type(model.layers[0].self_attn).__call__ is LlamaAttention.__call__
+    with kept_proofs():
+        proofs.keep(metal_kernels._of_attention(form).verdicts[2, 4], True)
+    right = model(mx.array([[1, 2, 3]]))
+    take_kernels(model)
+    calls: list[int] = []
+
+    def attended(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+        calls.append(q.shape[2])
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+
+    monkeypatch.setattr(attention, "attention", attended)
+    cache = make_prompt_cache(model)
+    assert mx.array_equal(model(mx.array([[1, 2, 3]]), cache=cache), right)
+    model(mx.array([[4]]), cache=cache)
+    assert calls == [3] * len(model.layers)
+    assert type(separated(model).layers[0].self_attn) is LlamaAttention
 
 
 def test_gated_delta_layers_use_what_was_proven(
