@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from ..backend import LOOKAHEAD, BackendDefaults, memory_size
 from ..cache.capacity import NARROWEST_CHUNK
 from ..config import EngineConfig
 from ..errors import reason_of
+from ..models.pace import Pace
 from ..models.runner import ModelRunner
 from ..outputs import EngineLoad, RunStats
 from ..parallel import Ranks
@@ -46,31 +48,6 @@ Models = tuple[ModelRunner, Drafter | None]
 # Freeing it took 18 ms on one H100 (benchmarks/results/joins-h100.md), and it has to be
 # allocated again. One row alone would pay for that with every request.
 _REUSED = 1 / 16
-# Rows that decode wait for a chunk of a prompt that joins. A chunk that takes longer
-# than the second is followed by narrower ones, after less than the first by wider ones.
-PAUSES = 0.05, 0.1
-
-
-@dataclass
-class Pace:
-    """The width of prefill chunks while other rows decode.
-
-    Args:
-        most: the widest.
-    """
-
-    most: int
-
-    def __post_init__(self) -> None:
-        self.step = self.most
-
-    def take(self, seconds: float) -> int:
-        """The width of the next chunk, after one that took so long."""
-        if seconds > PAUSES[1]:
-            self.step = max(min(NARROWEST_CHUNK, self.most), self.step // 2)
-        elif seconds < PAUSES[0]:
-            self.step = min(self.most, self.step * 2)
-        return self.step
 
 
 @dataclass(frozen=True)
@@ -81,13 +58,13 @@ class _Joining:
         batch: the rows.
         chunks: each item hands one more chunk of prefill to the device.
         slots: how many slots the running batch needs once these rows have joined it.
-        paced: runs the prompts in steps of the engine's pace; ``None``: nothing does.
+        step: gives the most tokens of a row in a chunk.
     """
 
     batch: DecodeBatch
     chunks: Iterator[None]
     slots: int
-    paced: ModelRunner | None = None
+    step: Callable[[], int]
 
 
 class Engine:
@@ -334,12 +311,9 @@ class Engine:
         if self._running is not None:
             self._running.note_interruption()
         joining.alone = self._running is None
-        before, start = joining.prefill_tokens, time.perf_counter()
+        before = joining.prefill_tokens
         try:
             more = next(self._joining.chunks, _DONE) is not _DONE
-            if self._joining.paced is not None:
-                step = self._pace.take(time.perf_counter() - start)
-                self._joining.paced.prefill_step_size = step
             if self._running is None and not self._backend.prefills_by_layers:
                 # Waiting bounds memory, and no round runs that it could delay.
                 mx.synchronize()
@@ -393,7 +367,9 @@ class Engine:
             Exception: ``error``, if the device fails at anything, or other ranks have
                 not met it.
         """
-        self._joining = None
+        step = self._models[0].prefill_step_size
+        if self._joining is not None:
+            step, self._joining = self._joining.step(), None
         flying = [f for f in self._in_flight if not any(s in f.rows for s in requests)]
         self._in_flight.clear()
         self._in_flight.extend(flying)
@@ -414,8 +390,7 @@ class Engine:
             self._scheduler.part(requests)
             return
         for request in requests:
-            most = request.prefill_step or self._models[0].prefill_step_size
-            most = min(most, len(request.prompt_tokens))
+            most = min(request.prefill_step or step, step, len(request.prompt_tokens))
             request.prefill_step = max(most // 4, NARROWEST_CHUNK)
             if request.prefill_step < most:
                 log.warning(
@@ -432,12 +407,11 @@ class Engine:
 
     def _begin(self, requests: list[Request], running: list[Request]) -> None:
         target, drafter = self._models
-        paced = None
         if (step := requests[0].prefill_step) is not None:  # it joins alone
             target = target.in_steps(step)
-        elif running and self._backend.prefills_by_layers and self._rehearsal.alone:
+        if running and self._backend.prefills_by_layers and self._rehearsal.alone:
             # Elsewhere nothing waits for a chunk, and ranks have clocks of their own.
-            target = paced = target.in_steps(self._pace.most)
+            target = target.paced(self._pace)
         drafts = drafter is not None and self._may_draft(running, requests)
         for request in requests:
             request.kv_bits, request.drafts = target.options.kv_bits, drafts
@@ -452,9 +426,8 @@ class Engine:
             self._in_flight,
             joining_slots,
         )
-        if paced is not None:  # only now: its caches take the widest chunk
-            paced.prefill_step_size = self._pace.step
-        self._joining = _Joining(batch, batch.prefill(), slots, paced)
+        step_now = partial(target.step, len(batch.slots))
+        self._joining = _Joining(batch, batch.prefill(), slots, step_now)
 
     def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:
         """The number of slots for the joining rows, and for all rows after the join.

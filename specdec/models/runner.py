@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -40,6 +41,7 @@ from .hidden_states import HiddenStates, record_layers
 from .image_rows import RowImages, RowInputs, with_row_inputs
 from .layer_skip import without_idle
 from .layers import query_heads
+from .pace import Pace
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 from .vision import ImageEncoder
@@ -116,6 +118,8 @@ class ModelRunner:
         self.compiled: CompiledForwards | None = None
         if backend.compile_after is not None:
             self.compiled = CompiledForwards(self.model, after=backend.compile_after)
+        #: How wide chunks are while other rows decode; None: none do.
+        self.pace: Pace | None = None
         #: Embeds the images of prompts; None: the model reads text only.
         self.images = images
         self.prefixes: ModelPrefixes | None = None
@@ -182,6 +186,12 @@ class ModelRunner:
         """A runner that neither stores nor reuses prefixes."""
         runner = copy.copy(self)
         runner.prefixes = None
+        return runner
+
+    def paced(self, pace: Pace) -> ModelRunner:
+        """A runner whose prefill chunks follow a pace, in caches for the widest."""
+        runner = copy.copy(self)
+        runner.pace = pace
         return runner
 
     def in_steps(self, size: int) -> ModelRunner:
@@ -252,11 +262,14 @@ class ModelRunner:
     def chunk(self, remaining: int, num_rows: int = 1) -> int:
         """The width of the next prefill chunk, with ``remaining`` tokens of a row."""
         bucket = self.options.read_bucket
-        return chunk_width(remaining, self._step(num_rows), bucket)
+        return chunk_width(remaining, self.step(num_rows), bucket)
 
-    def _step(self, num_rows: int) -> int:
-        """The most tokens of each of ``num_rows`` rows in a prefill chunk."""
-        return self.backend.prefill_step(self.prefill_step_size, num_rows)
+    def step(self, num_rows: int = 1) -> int:
+        """The most tokens of each of ``num_rows`` rows in the next prefill chunk."""
+        size = self.prefill_step_size
+        if self.pace is not None:
+            size = min(size, self.pace.step)
+        return self.backend.prefill_step(size, num_rows)
 
     def _bound(self, length: int) -> int:
         """The most slots of caches for rows of up to ``length`` tokens.
@@ -268,7 +281,7 @@ class ModelRunner:
 
     def _padded(self, length: int, longest_image: int = 0, num_rows: int = 1) -> int:
         """Slots that prefill writes for a row of ``length`` tokens."""
-        step = self._step(num_rows)
+        step = self.backend.prefill_step(self.prefill_step_size, num_rows)
         # A chunk can begin after any prefix, and end before an image.
         if self.prefixes is not None or longest_image:
             return length + max(step, longest_image)
@@ -429,6 +442,7 @@ class ModelRows:
             for _ in self._images.encode(done, valid):
                 self.hidden = None  # those of the chunk before were shown
                 yield True  # the rows that decode wait for one image at most
+            start = time.perf_counter()
             tokens = mx.array(chunk)
             inputs = self._images.inputs(model, tokens, done, valid)
             self._memo.until = self._images.until(done, valid, width)
@@ -441,6 +455,9 @@ class ModelRows:
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
             self._evaluate_by_layers(in_flight, len(rest) * width)
+            if self.runner.pace is not None:
+                seconds = time.perf_counter() - start
+                self.runner.pace.take(len(rest), width, seconds)
             self.written, self.done = valid, done
             if self.beside is None:
                 self._record(before, done, width)

@@ -11,7 +11,8 @@ import mlx.core as mx
 import pytest
 
 from specdec import SamplingParams
-from specdec.engine.engine import Engine, Pace
+from specdec.engine.engine import Engine
+from specdec.models.pace import Pace
 from specdec.models.runner import ModelRows
 from specdec.request import Request
 from tests.plain import BEHIND, engine_of, greedy
@@ -20,13 +21,53 @@ BY_LAYERS = replace(BEHIND, prefills_by_layers=True)
 LONG = [7, 8, 9] * 70
 
 
+def steps(pace: Pace, *chunks: tuple[int, float]) -> list[int]:
+    """Steps after chunks of one row, by width and seconds."""
+    found = []
+    for width, seconds in chunks:
+        pace.take(1, width, seconds)
+        found.append(pace.step)
+    return found
+
+
+def pace_of(most: int) -> Pace:
+    """A pace that has met every shape."""
+    pace = Pace(most)
+    for width in (8, 32, 64, 128, 256, 512):
+        pace.take(1, width, 9.0)
+    return pace
+
+
 def test_steps_follow_the_time_that_chunks_take() -> None:
     """Chunks stay narrow after one slow one, become wider than allowed, or vanish."""
-    pace = Pace(512)
-    assert [pace.take(s) for s in (0.07, 0.2, 0.2, 0.07)] == [512, 256, 128, 128]
-    assert [pace.take(s) for s in (0.01, 0.01, 0.01)] == [256, 512, 512]
-    assert [pace.take(9.0) for _ in range(6)][-2:] == [32, 32]
-    assert Pace(8).take(9.0) == 8
+    pace = pace_of(512)
+    assert steps(pace, (512, 0.07), (512, 0.2), (256, 0.2), (128, 0.07)) == [
+        512, 256, 128, 128,
+    ]  # fmt: skip
+    assert steps(pace, (128, 0.01), (256, 0.01), (512, 0.01)) == [256, 512, 512]
+    assert steps(pace, *[(512, 9.0)] * 6)[-2:] == [32, 32]
+    assert steps(pace_of(8), (8, 9.0)) == [8]
+
+
+def test_what_says_nothing_of_the_width_is_not_learnt() -> None:
+    """A short rest of a prompt widens chunks, or compiling narrows them."""
+    pace = pace_of(512)
+    steps(pace, (512, 0.2))
+    assert steps(pace, (32, 0.01), (128, 0.01)) == [256, 256]
+    assert steps(Pace(512), (512, 9.0), (256, 9.0), (512, 0.06)) == [512, 512, 512]
+
+
+TAKE = Pace.take
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: Iterator[float]) -> None:
+    """Let chunks take so long, all shapes having been met."""
+
+    def take(self: Pace, num_rows: int, width: int, _: float) -> None:
+        self._shapes.add((num_rows, width))
+        TAKE(self, num_rows, width, next(seconds))
+
+    monkeypatch.setattr(Pace, "take", take)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -43,8 +84,7 @@ def test_a_slow_chunk_is_followed_by_narrower_ones(
         return right(self, tokens, *args, **more)
 
     monkeypatch.setattr(ModelRows, "_padded_forward", forward)
-    taken = Pace.take
-    monkeypatch.setattr(Pace, "take", lambda self, seconds: taken(self, 9.0))
+    slow(monkeypatch, repeat(9.0))
     engine = engine_of(target, None, backend=BY_LAYERS, prefill_step_size=128)
     short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
     engine.add(short)
@@ -77,9 +117,7 @@ def test_prompts_fit_their_caches_at_any_pace(
 
     monkeypatch.setattr(Engine, "_part", noted)
     # Chunks of 128, 64, 32, 64 and 128 tokens: the last begins within a bucket.
-    seconds: Iterator[float] = cycle((9.0, 9.0, 0.01, 0.01, 0.01))
-    taken = Pace.take
-    monkeypatch.setattr(Pace, "take", lambda self, _: taken(self, next(seconds)))
+    slow(monkeypatch, cycle((9.0, 9.0, 0.01, 0.01, 0.01)))
     engine = engine_of(model, None, backend=BY_LAYERS, prefill_step_size=128)
     decoding = Request(0, "", (5, 6), SamplingParams(max_tokens=200))
     engine.add(decoding)
@@ -87,7 +125,8 @@ def test_prompts_fit_their_caches_at_any_pace(
         engine.step()
     for number, size in enumerate((370, 380, 390), start=1):
         if windowed:  # the last prompt was slow, and this one begins with a fast chunk
-            engine._pace.step, seconds = 32, repeat(0.01)
+            engine._pace.step = 32
+            slow(monkeypatch, repeat(0.01))
         joining = Request(
             number, "", tuple(LONG * 2)[:size], SamplingParams(max_tokens=2)
         )
@@ -97,3 +136,52 @@ def test_prompts_fit_their_caches_at_any_pace(
         assert joining.tokens == greedy(model, joining.prompt_tokens, 2)
     assert not errors
     assert decoding.finish_reason is None
+
+
+def test_a_narrow_chunk_that_fails_is_not_tried_wider(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the widest is more than what has failed."""
+    widths: list[int] = []
+    right = ModelRows._padded_forward
+
+    def forward(self: ModelRows, tokens: mx.array, *args: Any, **more: Any) -> mx.array:
+        if tokens.shape[1] > 2:
+            widths.append(tokens.shape[1])
+        if tokens.shape[1] > 32:
+            raise RuntimeError("out of memory")
+        return right(self, tokens, *args, **more)
+
+    engine = engine_of(target, None, backend=BY_LAYERS, prefill_step_size=512)
+    short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
+    engine.add(short)
+    while len(short.tokens) < 5:
+        engine.step()
+    engine._pace.step = 64
+    monkeypatch.setattr(ModelRows, "_padded_forward", forward)
+    long = Request(1, "", tuple(LONG), SamplingParams(max_tokens=9))
+    engine.add(long)
+    while engine.busy:
+        engine.step()
+    assert max(widths) == 64
+    assert long.tokens == greedy(target, LONG, 9)
+
+
+def test_only_chunks_of_the_target_are_timed(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft's prefill is another model's time, and so is the first token's step."""
+    widths: list[int] = []
+    monkeypatch.setattr(
+        Pace, "take", lambda self, rows, width, seconds: widths.append(width)
+    )
+    engine = engine_of(target, target, backend=BY_LAYERS, prefill_step_size=128)
+    short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
+    engine.add(short)
+    while len(short.tokens) < 5:
+        engine.step()
+    assert not widths
+    engine.add(Request(1, "", tuple(LONG), SamplingParams(max_tokens=9)))
+    while engine.busy:
+        engine.step()
+    assert widths == [128, 128]

@@ -58,9 +58,9 @@ def test_few_layers_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_layer_by_layer_is_the_same() -> None:
     """States of another chunk, or chunks that are wider than their rows allow."""
     plain, ours = filled(PLAIN, 3), filled(BY_LAYERS, 3)
-    assert ours.runner._step(3) == 32
-    assert ours.runner._step(1) == 64
-    assert ours.runner._step(1000) == 16
+    assert ours.runner.step(3) == 32
+    assert ours.runner.step(1) == 64
+    assert ours.runner.step(1000) == 16
     pairs = list(zip(arrays_of(plain), arrays_of(ours), strict=True))
     assert pairs
     assert all(mx.allclose(a, b, atol=1e-5) for a, b in pairs)
