@@ -19,6 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta
 
 from .attention_patch import calling_instead
+from .gated_delta_source import HEADER
 from .kernels import cuda_kernel
 from .proofs import holds
 
@@ -38,11 +39,6 @@ SOURCE = """
   const int head = blockIdx.x % HV, group = head / (HV / HK);
   const size_t row = blockIdx.x / HV;
   const int dv = threadIdx.x / LANES * ROWS, part = threadIdx.x % LANES;
-  auto summed = [](float sum) {
-    #pragma unroll
-    for (int i = 1; i < LANES; i *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-    return sum;
-  };
 
   // This thread's numbers of its rows of the state: each LANES-th four.
   float4 held[ROWS][FOURS];
@@ -75,10 +71,7 @@ SOURCE = """
     if (threadIdx.x < count) {
       const size_t token = row * S + begin + threadIdx.x;
       betas[threadIdx.x] = static_cast<float>(beta[token * HV + head]);
-      if (!VECTOR) {
-        const float decay = g[token * HV + head];
-        decays[threadIdx.x][0] = make_float4(decay, decay, decay, decay);
-      }
+      if (!VECTOR) decays[threadIdx.x][0] = four_of(g[token * HV + head]);
     }
     __syncthreads();
 
@@ -91,38 +84,22 @@ SOURCE = """
       for (int j = 0; j < FOURS; ++j) key[j] = keys[t][j * LANES + part];
       #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 sum = four_of(0.0f);
         #pragma unroll
         for (int j = 0; j < FOURS; ++j) {
-          float4& some = held[r][j];
-          const float4 decay = decays[t][VECTOR ? j * LANES + part : 0];
-          some.x *= decay.x;
-          some.y *= decay.y;
-          some.z *= decay.z;
-          some.w *= decay.w;
-          sum.x = fmaf(some.x, key[j].x, sum.x);
-          sum.y = fmaf(some.y, key[j].y, sum.y);
-          sum.z = fmaf(some.z, key[j].z, sum.z);
-          sum.w = fmaf(some.w, key[j].w, sum.w);
+          multiply(held[r][j], decays[t][VECTOR ? j * LANES + part : 0]);
+          add_product(sum, held[r][j], key[j]);
         }
-        const float known = summed((sum.x + sum.y) + (sum.z + sum.w));
-        const float delta = (values[t][dv + r] - known) * betas[t];
-        sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const float known = sum_of_row(sum, LANES);
+        const float4 delta = four_of((values[t][dv + r] - known) * betas[t]);
+        sum = four_of(0.0f);
         #pragma unroll
         for (int j = 0; j < FOURS; ++j) {
-          float4& some = held[r][j];
-          const float4 query = queries[t][j * LANES + part];
-          some.x = fmaf(key[j].x, delta, some.x);
-          some.y = fmaf(key[j].y, delta, some.y);
-          some.z = fmaf(key[j].z, delta, some.z);
-          some.w = fmaf(key[j].w, delta, some.w);
-          sum.x = fmaf(some.x, query.x, sum.x);
-          sum.y = fmaf(some.y, query.y, sum.y);
-          sum.z = fmaf(some.z, query.z, sum.z);
-          sum.w = fmaf(some.w, query.w, sum.w);
+          add_product(held[r][j], key[j], delta);
+          add_product(sum, held[r][j], queries[t][j * LANES + part]);
         }
-        const float found = summed((sum.x + sum.y) + (sum.z + sum.w));
-        if (part == 0) its[r] = static_cast<T>(found);
+        const float product = sum_of_row(sum, LANES);
+        if (part == 0) its[r] = static_cast<T>(product);
       }
     }
   }
@@ -164,7 +141,15 @@ class Form(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What :func:`scan` takes, without a mask."""
+    """What ``mlx_lm.models.gated_delta.gated_delta_ops`` takes, without a mask.
+
+    Args:
+        q, k: shape (B, S, HK, DK).
+        v: shape (B, S, HV, DV).
+        g: the decay, shape (B, S, HV) or (B, S, HV, DK), float32.
+        beta: shape (B, S, HV).
+        state: shape (B, HV, DV, DK), float32.
+    """
 
     q: mx.array
     k: mx.array
@@ -181,36 +166,25 @@ def _kernel(masked: bool) -> Any:
         SOURCE.replace("@MASKED@", MASKED if masked else ""),
         ("q", "k", "v", "g", "beta", "state", *(("mask",) if masked else ())),
         ("y", "after"),
+        header=HEADER,
     )
 
 
-def scan(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    mask: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """What ``mlx_lm.models.gated_delta.gated_delta_ops`` computes.
+def scan(inputs: Inputs, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    """Compute the rule for every token.
 
     Args:
-        q, k: shape (B, S, HK, DK).
-        v: shape (B, S, HV, DV).
-        g: the decay, shape (B, S, HV) or (B, S, HV, DK), float32.
-        beta: shape (B, S, HV).
-        state: shape (B, HV, DV, DK), float32.
         mask: which tokens count, shape (B, S); ``None``: all.
 
     Returns:
         The output, shape (B, S, HV, DV), 0 for tokens that do not count, and the state
         after the tokens.
     """
+    q, _, v, g, beta, state = inputs
     rows, heads, (value_size, key_size) = v.shape[0], v.shape[2], state.shape[2:]
     threads = value_size // ROWS * LANES
     y, after = _kernel(mask is not None)(
-        inputs=[q, k, v, g, beta, state, *([] if mask is None else [mask])],
+        inputs=[*inputs, *([] if mask is None else [mask])],
         template=[
             ("T", q.dtype),
             # MLX distinguishes kernels by these, so they include all types of inputs.
@@ -266,7 +240,7 @@ def update(
         g = gated_delta.compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]), mx.float32)
-    return scan(q, k, v, g.astype(mx.float32), beta, state, mask)
+    return scan(Inputs(q, k, v, g.astype(mx.float32), beta, state), mask)
 
 
 def take_delta_rules(model: nn.Module) -> None:
@@ -352,9 +326,9 @@ def _agrees(form: Form) -> bool:
     for each in (None, mask):
         # Where MLX's fused functions need no kernel that is compiled for them.
         with mx.stream(mx.cpu):
-            y, after = looped(*inputs, each)
+            y, after = looped(inputs, each)
             mx.eval(y, after)
-        ours = scan(*inputs, each)
+        ours = scan(inputs, each)
         for output, exact in zip(ours, (y, after), strict=True):
             off = mx.abs(output.astype(mx.float32) - exact).max()
             # Compared this way round, NaN is no agreement.
@@ -363,16 +337,9 @@ def _agrees(form: Form) -> bool:
     return True
 
 
-def looped(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    mask: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+def looped(inputs: Inputs, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """What :func:`scan` computes, in float32, token by token."""
+    q, k, v, g, beta, state = inputs
     repeats = v.shape[2] // q.shape[2]
     q, k = (mx.repeat(x.astype(mx.float32), repeats, axis=2) for x in (q, k))
     v, beta = v.astype(mx.float32), beta.astype(mx.float32)

@@ -13,7 +13,6 @@ that one token at a time gives.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,7 +25,7 @@ from mlx_lm.models.activations import precise_swiglu
 
 from . import gated_delta_source as text
 from .kernels import cuda_kernel
-from .proofs import holds
+from .proofs import holds, unfused
 from .to_metal import metal_kernel
 
 # Limits of the kernel: heads up to these sizes. Each
@@ -172,7 +171,7 @@ def _kernel(name: str, eps: float, again: bool, ragged: bool) -> Any:
     if ragged:
         inputs = (*inputs, "lengths")
     make = metal_kernel if mx.metal.is_available() else cuda_kernel
-    return make(name, source, inputs, outputs, copies_views=False)
+    return make(name, source, inputs, outputs, header=text.HEADER, copies_views=False)
 
 
 def scan(
@@ -467,17 +466,11 @@ def _agrees(form: Form) -> bool:
     )
     # On a GPU MLX would compile a kernel for each of the reference's fused functions,
     # and on a CPU it would need a compiler for them.
-    fuses = not os.environ.get("MLX_DISABLE_COMPILE")
-    mx.disable_compile()
-    try:
-        with mx.stream(mx.cpu):
-            began = reference(form, weights, first, window, state)
-            wanted = reference(form, weights, second, began.log, state, kept)
-            whole = reference(form, weights, *prompt)
-            mx.eval(began, wanted, whole)
-    finally:
-        if fuses:
-            mx.enable_compile()
+    with unfused(), mx.stream(mx.cpu):
+        began = reference(form, weights, first, window, state)
+        wanted = reference(form, weights, second, began.log, state, kept)
+        whole = reference(form, weights, *prompt)
+        mx.eval(began, wanted, whole)
     found = scan(form, weights, first, window, state)
     ended = scan(form, weights, second, found.log, state, kept)
     return (

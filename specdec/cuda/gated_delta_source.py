@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
+#: What kernels of delta rules do with four numbers of a row of the state.
+HEADER = """
+__device__ __forceinline__ void multiply(float4& a, const float4 by) {
+  a.x *= by.x;
+  a.y *= by.y;
+  a.z *= by.z;
+  a.w *= by.w;
+}
+__device__ __forceinline__ void add_product(
+    float4& sum, const float4 a, const float4 b) {
+  sum.x = fmaf(a.x, b.x, sum.x);
+  sum.y = fmaf(a.y, b.y, sum.y);
+  sum.z = fmaf(a.z, b.z, sum.z);
+  sum.w = fmaf(a.w, b.w, sum.w);
+}
+__device__ __forceinline__ float4 four_of(float a) { return make_float4(a, a, a, a); }
+__device__ __forceinline__ float sum_of_lanes(float sum, int lanes) {
+  #pragma unroll
+  for (int i = 1; i < lanes; i *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+  return sum;
+}
+__device__ __forceinline__ float sum_of_row(const float4 sum, int lanes) {
+  return sum_of_lanes((sum.x + sum.y) + (sum.z + sum.w), lanes);
+}
+"""
 # The inputs of all tokens are one sequence: a window, kept tokens, new tokens. Products
 # that are added are written as fmaf. The compiler could otherwise round other products
 # in each kernel.
@@ -23,11 +48,6 @@ SOURCE = """
 
   auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
   auto sigmoid = [](float value) { return 1.0f / (1.0f + expf(-value)); };
-  auto summed = [](float sum, int lanes) {
-    #pragma unroll
-    for (int i = 1; i < lanes; i *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-    return sum;
-  };
 
   @KEPT@
   @OWN@
@@ -144,7 +164,7 @@ SOURCE = """
       float* some = reinterpret_cast<float*>(i < count ? queries[i] : keys[i - count]);
       float sum = 0.0f;
       for (int d = lane; d < Dk; d += 32) sum = fmaf(some[d], some[d], sum);
-      const float size = sqrtf(fmaf(summed(sum, 32), 1.0f / Dk, 1e-6f / Dk));
+      const float size = sqrtf(fmaf(sum_of_lanes(sum, 32), 1.0f / Dk, 1e-6f / Dk));
       const float scale =
           rounded(i < count ? 1.0f / Dk : 1.0f / sqrtf(static_cast<float>(Dk)));
       for (int d = lane; d < Dk; d += 32)
@@ -160,50 +180,31 @@ SOURCE = """
       for (int j = 0; j < FOURS; ++j) key[j] = keys[t][j * LANES + part];
       #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 sum = four_of(0.0f);
         #pragma unroll
         for (int j = 0; j < FOURS; ++j) {
-          float4& some = held[r][j];
-          some.x *= decays[t];
-          some.y *= decays[t];
-          some.z *= decays[t];
-          some.w *= decays[t];
-          sum.x = fmaf(some.x, key[j].x, sum.x);
-          sum.y = fmaf(some.y, key[j].y, sum.y);
-          sum.z = fmaf(some.z, key[j].z, sum.z);
-          sum.w = fmaf(some.w, key[j].w, sum.w);
+          multiply(held[r][j], four_of(decays[t]));
+          add_product(sum, held[r][j], key[j]);
         }
-        const float known = summed((sum.x + sum.y) + (sum.z + sum.w), LANES);
-        const float delta = (values[t][dv + r] - known) * betas[t];
+        const float known = sum_of_row(sum, LANES);
+        const float4 delta = four_of((values[t][dv + r] - known) * betas[t]);
         #pragma unroll
-        for (int j = 0; j < FOURS; ++j) {
-          float4& some = held[r][j];
-          some.x = fmaf(key[j].x, delta, some.x);
-          some.y = fmaf(key[j].y, delta, some.y);
-          some.z = fmaf(key[j].z, delta, some.z);
-          some.w = fmaf(key[j].w, delta, some.w);
-        }
+        for (int j = 0; j < FOURS; ++j) add_product(held[r][j], key[j], delta);
       }
       if (begin + t < kept) continue;
       float4 sums[ROWS];
       #pragma unroll
-      for (int r = 0; r < ROWS; ++r) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int r = 0; r < ROWS; ++r) sums[r] = four_of(0.0f);
       #pragma unroll
       for (int j = 0; j < FOURS; ++j) {
         const float4 query = queries[t][j * LANES + part];
         #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          sums[r].x = fmaf(held[r][j].x, query.x, sums[r].x);
-          sums[r].y = fmaf(held[r][j].y, query.y, sums[r].y);
-          sums[r].z = fmaf(held[r][j].z, query.z, sums[r].z);
-          sums[r].w = fmaf(held[r][j].w, query.w, sums[r].w);
-        }
+        for (int r = 0; r < ROWS; ++r) add_product(sums[r], held[r][j], query);
       }
       #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const float found =
-            summed((sums[r].x + sums[r].y) + (sums[r].z + sums[r].w), LANES);
-        if (part == 0) values[t][dv + r] = rounded(found);
+        const float product = sum_of_row(sums[r], LANES);
+        if (part == 0) values[t][dv + r] = rounded(product);
       }
     }
     __syncthreads();
@@ -215,7 +216,7 @@ SOURCE = """
       float sum = 0.0f;
       for (int d = lane; d < Dv; d += 32) sum = fmaf(values[i][d], values[i][d], sum);
       const float size =
-          sqrtf(fmaf(summed(sum, 32), 1.0f / Dv, static_cast<float>(@EPS@)));
+          sqrtf(fmaf(sum_of_lanes(sum, 32), 1.0f / Dv, static_cast<float>(@EPS@)));
       for (int d = lane; d < Dv; d += 32) {
         const float normed = rounded(values[i][d] / size *
                                      static_cast<float>(norm[d * norm_strides[0]]));

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+import mlx.core as mx
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,6 +67,26 @@ def holds(name: str, check: Callable[[], bool]) -> bool:
     else:
         _report(name, why)
     return right
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Let MLX compile no functions; afterwards it does if it did before."""
+    traced: list[mx.array] = []
+
+    @mx.compile
+    def probe(x: mx.array) -> mx.array:
+        traced.append(x)
+        return x
+
+    for _ in range(2):
+        probe(mx.zeros(1))
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        if len(traced) == 1:  # the second call took what the first had compiled
+            mx.enable_compile()
 
 
 def _report(name: str, why: str) -> None:

@@ -15,10 +15,6 @@ import mlx.core as mx
 
 #: What Metal calls other names, or lacks.
 HEADER = """
-METAL_FUNC float summed_lanes(float sum, int lanes) {
-  for (int i = 1; i < lanes; i *= 2) sum += metal::simd_shuffle_xor(sum, ushort(i));
-  return sum;
-}
 // ln(1 + x) for 0 <= x <= 1: the error of 1 + x is divided out (Kahan).
 METAL_FUNC float log1p_of(float x) {
   const float y = 1.0f + x;
@@ -26,6 +22,8 @@ METAL_FUNC float log1p_of(float x) {
 }
 """
 _NAMES = {
+    r"__device__ __forceinline__": "METAL_FUNC",
+    r"__shfl_xor_sync\(\w+, (\w+), (\w+)\)": r"metal::simd_shuffle_xor(\1, ushort(\2))",
     r"__syncthreads\(\)": "threadgroup_barrier(metal::mem_flags::mem_threadgroup)",
     r"\bthreadIdx\.x": "int(thread_index_in_threadgroup)",
     r"\bblockIdx\.x": "int(threadgroup_position_in_grid.x)",
@@ -47,7 +45,7 @@ _CAST = re.compile(r"reinterpret_cast<((?:const )?\w+)\*>\(")
 
 
 def translated(code: str) -> str:
-    """A kernel's body in Metal's language."""
+    """A kernel's body or header in Metal's language."""
     code = re.sub(r"//.*", "", code)
     shared = {
         re.match(r"\w+", each.strip())[0]  # type: ignore[index]
@@ -91,8 +89,6 @@ def _macro(found: re.Match[str]) -> str:
     """A function within a function as a macro; its arguments are names or values."""
     name, parameters, body = found.groups()
     names = [each.split()[-1].lstrip("*&") for each in parameters.split(",")]
-    if "__shfl_xor_sync" in body:  # the sum over lanes, in each text
-        return f"\n#define {name}(sum, lanes) summed_lanes(sum, lanes)\n"
     statements = [each.strip() for each in body.strip().split(";") if each.strip()]
     if statements[-1].startswith("return "):
         # Constants before the result are put into it.
@@ -115,19 +111,20 @@ def metal_kernel(
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     *,
+    header: str = "",
     copies_views: bool = True,
 ) -> Any:
     """The function that launches a text of CUDA's on Metal.
 
     Args: as for :func:`specdec.cuda.kernels.cuda_kernel`.
     """
-    source = translated(source)
-    version = hashlib.sha256((HEADER + source).encode()).hexdigest()[:12]
+    source, header = translated(source), HEADER + translated(header)
+    version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     return mx.fast.metal_kernel(
         name=f"specdec_{name}_{version}",
         input_names=list(inputs),
         output_names=list(outputs),
         source=source,
-        header=HEADER,
+        header=header,
         ensure_row_contiguous=copies_views,
     )

@@ -28,17 +28,8 @@ def gated_delta_chunks(
     With keys of length 1 and ``beta`` up to 2, outputs and states differ from a loop in
     float64 by less than 1e-5 of the largest number.
 
-    Args:
-        q, k: shape (B, S, HK, DK).
-        v: shape (B, S, HV, DV).
-        g: the decay, 0 to 1, shape (B, S, HV).
-        beta: shape (B, S, HV).
-        state: shape (B, HV, DV, DK), float32.
-        mask: which tokens count, shape (B, S); ``None``: all.
-
-    Returns:
-        The output, shape (B, S, HV, DV), 0 for tokens that do not count, and the state
-        after the tokens.
+    Arguments and results are those of :func:`specdec.cuda.delta_rule.scan`, with a gate
+    for each head.
     """
     rows, tokens, key_heads = q.shape[:3]
     heads = v.shape[2]

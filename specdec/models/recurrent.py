@@ -468,8 +468,11 @@ class _Scan(_Call):
         # A row without tokens has no part in the joined inputs. Prompts begin with a
         # window, not with a log.
         assert isinstance(past, mx.array)
-        places = (ragged[:, None] + mx.arange(size))[..., None]
-        after = mx.take_along_axis(joined, places, axis=1)
+        # An index of rows, as embeddings have: another kind takes MLX seconds to compile
+        # on CUDA.
+        rows, length, channels = joined.shape
+        places = mx.arange(rows)[:, None] * length + ragged[:, None] + mx.arange(size)
+        after = joined.reshape(-1, channels)[places]
         after = mx.where((ragged > 0)[:, None, None], after, past)
         return output, before, [after, found.after]
 

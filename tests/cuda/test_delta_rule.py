@@ -53,7 +53,7 @@ def exact(inputs: Inputs, mask: mx.array | None = None) -> list[Any]:
 
 def agrees(form: Form, inputs: Inputs, mask: mx.array | None = None) -> bool:
     most = 2e-5 if form.dtype == mx.float32 else 0.01
-    found = delta_rule.scan(*inputs, mask)
+    found = delta_rule.scan(inputs, mask)
     return all(
         np.abs(np.array(one.astype(mx.float32)) - other).max()
         <= most * np.abs(other).max()
@@ -87,12 +87,12 @@ def test_gates_of_any_size() -> None:
 def test_a_token_has_the_same_bits_in_any_parts() -> None:
     """The bits of a row depend neither on steps nor on rows beside it."""
     inputs = delta_rule.drawn(HALF, 3, 40)
-    y, after = delta_rule.scan(*inputs)
+    y, after = delta_rule.scan(inputs)
     for step in (1, 7, 16):
         state, outputs = inputs[-1][1:2], []
         for begin in range(0, 40, step):
-            q, k, v, g, beta = (a[1:2, begin : begin + step] for a in inputs[:-1])
-            output, state = delta_rule.scan(q, k, v, g, beta, state)
+            part = (a[1:2, begin : begin + step] for a in inputs[:-1])
+            output, state = delta_rule.scan(Inputs(*part, state))
             outputs.append(output)
         assert mx.array_equal(mx.concatenate(outputs, axis=1)[0], y[1])
         assert mx.array_equal(state[0], after[1])
@@ -139,11 +139,11 @@ def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_rule, "_proven", dict.fromkeys(forms, True))
     calls: list[Form] = []
 
-    def counted(*inputs: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
-        q, v, g, beta = inputs[0], inputs[2], inputs[3], inputs[4]
+    def counted(inputs: Inputs, mask: mx.array | None) -> tuple[mx.array, mx.array]:
+        q, _, v, g, beta, _ = inputs
         sizes = q.shape[-1], v.shape[-1]
         calls.append(Form(q.dtype, beta.dtype, *sizes, g.ndim > 3))
-        return delta_rule.looped(*inputs[:6], *inputs[6:])
+        return delta_rule.looped(inputs, mask)
 
     monkeypatch.setattr(delta_rule, "scan", counted)
     delta_rule.take_delta_rules(model)

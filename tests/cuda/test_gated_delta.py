@@ -212,7 +212,7 @@ FAULTS = {
     "no window": ("SOURCE", "token > 0 ? j == WINDOW : token == 0", "j == WINDOW"),
     "values of another head": ("SOURCE", "V_STEP + of * Dv + d\n", "V_STEP + d\n"),
     "a rate of another head": ("SOURCE", "a_log[head *", "a_log[group *"),
-    "half a row": ("SOURCE", "known = summed((sum.x + ", "known = summed(("),
+    "half a row": ("SOURCE", "known = sum_of_row(sum,", "known = sum_of_row(key[0],"),
     "tiles too soon": ("SOURCE", f"- begin);\n    {SYNC}", "- begin);\n"),
     "norms too soon": ("SOURCE", f"{SYNC}\n    for (int i", "for (int i"),
     "the rule too soon": ("SOURCE", f"{SYNC}\n    // The delta rule", "// The rule"),

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from specdec.cuda import kernels, skinny_matmul
+from specdec.cuda import kernels, proofs, skinny_matmul
 from specdec.cuda.kernels import parts_of, whole_shape
 from tests.cuda.emulation.cuda import emulated, needs_compiler
 
@@ -145,3 +145,29 @@ def test_where_parts_end_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 def address(array: mx.array) -> int:
     where: int = np.array(array, copy=False).ctypes.data
     return where
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_proofs_leave_mlx_s_compiler_as_it_was(compiles: bool) -> None:
+    """A program that has turned it off would have it on after loading a model."""
+    runs: list[int] = []
+
+    def noted(x: mx.array) -> mx.array:
+        runs.append(1)
+        return x
+
+    def calls() -> int:
+        runs.clear()
+        function = mx.compile(noted)
+        for _ in range(3):
+            function(mx.zeros(1))
+        return len(runs)
+
+    if not compiles:
+        mx.disable_compile()
+    try:
+        with proofs.unfused():
+            assert calls() == 3
+        assert calls() == (1 if compiles else 3)
+    finally:
+        mx.enable_compile()

@@ -203,6 +203,26 @@ def test_prompts_of_all_lengths(
     assert bool(chunks.call_count) == (how == "chunks" and step > recurrent.LOOPED)
 
 
+@pytest.mark.parametrize("step", [7, 64])
+@pytest.mark.parametrize(
+    "arch", [a for a in FAMILIES if a not in ("qwen3_5", "qwen3_next")]
+)
+def test_families_take_prompts_of_all_lengths(arch: str, step: int) -> None:
+    """A scan in parts that forgets a state at a border, or reads another row's."""
+    text = [(3 * j + j * j // 5) % VOCABULARY for j in range(max(BORDERS))]
+    prompts = [text[:n] for n in BORDERS] + [text[:70] + [5] * 50]
+    tokens, _, _ = decode(
+        model_of(arch),
+        None,
+        prompts,
+        memory_store(),
+        batch_size=4,
+        params=SamplingParams(max_tokens=3),
+        prefill_step_size=step,
+    )
+    assert tokens == [greedy(model_of(arch), prompt, 3) for prompt in prompts]
+
+
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_families_draft_for_themselves(arch: str) -> None:
     """A recurrent draft writes token by token, and takes several writes back at once.
