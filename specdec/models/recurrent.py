@@ -468,8 +468,8 @@ class _Scan(_Call):
         # A row without tokens has no part in the joined inputs. Prompts begin with a
         # window, not with a log.
         assert isinstance(past, mx.array)
-        # An index of rows, as embeddings have: another kind takes MLX seconds to compile
-        # on CUDA.
+        # An index of rows, as embeddings have: for another kind of index MLX compiles
+        # for seconds on CUDA.
         rows, length, channels = joined.shape
         places = mx.arange(rows)[:, None] * length + ragged[:, None] + mx.arange(size)
         after = joined.reshape(-1, channels)[places]

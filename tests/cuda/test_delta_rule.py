@@ -91,8 +91,8 @@ def test_a_token_has_the_same_bits_in_any_parts() -> None:
     for step in (1, 7, 16):
         state, outputs = inputs[-1][1:2], []
         for begin in range(0, 40, step):
-            part = (a[1:2, begin : begin + step] for a in inputs[:-1])
-            output, state = delta_rule.scan(Inputs(*part, state))
+            q, k, v, g, beta = (a[1:2, begin : begin + step] for a in inputs[:-1])
+            output, state = delta_rule.scan(Inputs(q, k, v, g, beta, state))
             outputs.append(output)
         assert mx.array_equal(mx.concatenate(outputs, axis=1)[0], y[1])
         assert mx.array_equal(state[0], after[1])

@@ -117,11 +117,13 @@ def update(
 def main() -> None:
     mx.random.seed(0)
     model, text = new_model(), corpus()
-    mx.linalg.tri_inv = inverse
+    linalg: Any = mx.linalg
+    linalg.tri_inv = inverse
     for layer in model.layers:
         if layer.is_linear:
+            kind: Any = type(layer.linear_attn)
             layer.linear_attn.__class__ = calling_instead(
-                type(layer.linear_attn),
+                kind,
                 "gated_delta_update",
                 gated_delta.gated_delta_update,
                 update,
