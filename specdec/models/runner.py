@@ -75,6 +75,9 @@ class ModelRunner:
         UnsupportedModelError: the batch caches cannot serve the model.
     """
 
+    #: How wide chunks are while other rows decode; None: none do.
+    pace: Pace | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -118,8 +121,6 @@ class ModelRunner:
         self.compiled: CompiledForwards | None = None
         if backend.compile_after is not None:
             self.compiled = CompiledForwards(self.model, after=backend.compile_after)
-        #: How wide chunks are while other rows decode; None: none do.
-        self.pace: Pace | None = None
         #: Embeds the images of prompts; None: the model reads text only.
         self.images = images
         self.prefixes: ModelPrefixes | None = None
