@@ -625,7 +625,7 @@ def test_replicas_of_one_device_share_its_memory(
     limits = []
     for i in range(3):
         greeting = command({}, ServerConfig(), places, i, "/nowhere/s").greeting
-        *_, sharing = pickle.loads(greeting)
+        *_, sharing, _ = pickle.loads(greeting)
         limits.append(within_share(None, sharing).memory_limit)
     assert limits == [4500, None, 4500]
     named = EngineConfig(memory_limit=8000)
