@@ -85,8 +85,12 @@ def choose(
     _ours[name] = found
 
 
-def chained(products: Sequence[Callable[[mx.array], mx.array]], x: mx.array) -> Run:
-    """A chain of products, like the products of layers, in one compiled graph.
+def chained(
+    products: Sequence[Callable[[mx.array], mx.array]],
+    x: mx.array,
+    count: int = PRODUCTS,
+) -> Run:
+    """A chain of ``count`` products, like those of layers, in one compiled graph.
 
     Timing products one by one would measure how long the host takes to launch them.
 
@@ -95,7 +99,7 @@ def chained(products: Sequence[Callable[[mx.array], mx.array]], x: mx.array) -> 
     """
 
     def chain(x: mx.array) -> mx.array:
-        for product in islice(cycle(products), PRODUCTS):
+        for product in islice(cycle(products), count):
             x = x + product(x)[..., :1]
         return x
 

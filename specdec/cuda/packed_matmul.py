@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import product as product_of
+from math import inf
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -36,9 +37,12 @@ from .proofs import holds
 
 #: What the kernel supports: bits of a number, and numbers that share a scale.
 BITS, GROUPS = (4, 8), (32, 64, 128)
-# The most rows of a product that the kernel computes; for more rows the matrix is
-# unpacked, if it has at most MOST_UNPACKED numbers.
+# The most rows of a product that the kernel computes, where it was not timed beside
+# unpacking; for more rows the matrix is unpacked, if it has at most MOST_UNPACKED
+# numbers. Both are timed with TIMED_ROWS rows. Of fewer, the kernel takes half the time
+# or less.
 MOST_ROWS, MOST_UNPACKED = 192, 2**27
+TIMED_ROWS, MOST_HELD = (128, 256), 4
 # For one row, MLX's kernel, which is compiled already, is faster with fewer than
 # FEWEST_ALONE numbers of 4 bits, and about as fast with 8 bits (one H100).
 FEWEST_ALONE = 2**23
@@ -291,11 +295,35 @@ def of_layer(
     packed = layer["weight"], layer["scales"], layer["biases"]
     bias, rows = layer.get("bias"), x.size // x.shape[-1]
     bits, group_size = layer.bits, layer.group_size
-    if rows <= MOST_ROWS or layer["scales"].size * layer.group_size > MOST_UNPACKED:
+    if rows < TIMED_ROWS[0] or rows <= most_rows(layer):
         return product(x, packed, bias, bits=bits, group_size=group_size, ends=ends)
-    dense = mx.dequantize(*packed, group_size, bits).T
-    whole = x @ dense if bias is None else mx.addmm(bias, x, dense)
+    whole = _unpacked(layer, x)
     return list(mx.split(whole, ends[:-1], axis=-1)) if len(ends) > 1 else [whole]
+
+
+def _unpacked(layer: nn.Module, x: mx.array) -> mx.array:
+    """The product of x with a quantized layer that is unpacked first."""
+    packed, bias = (
+        (layer["weight"], layer["scales"], layer["biases"]),
+        layer.get("bias"),
+    )
+    dense = mx.dequantize(*packed, layer.group_size, layer.bits).T
+    return x @ dense if bias is None else mx.addmm(bias, x, dense)
+
+
+def most_rows(layer: Any) -> float:
+    """The most rows whose product with a quantized layer the kernel computes."""
+    kind, most = Kind.of(layer), TIMED_ROWS[0] - 1
+    if kind is None or kind.columns * kind.length > MOST_UNPACKED:
+        return inf
+    for rows in TIMED_ROWS:
+        ours = choices.chosen(("packed rows", rows, *kind))
+        if ours is None:
+            return MOST_ROWS
+        if not ours:
+            break
+        most = rows
+    return most
 
 
 class Form(NamedTuple):
@@ -409,17 +437,20 @@ def _usual_alone(kind: Kind) -> bool:
 
 
 def choose(layers: Sequence[Any]) -> None:
-    """Time the product of one row by the kernel and by MLX's, for layers of one kind.
+    """Time products by the kernel and in MLX's ways, for layers of one kind.
 
-    MLX's product is not timed for more rows: compiling its kernel takes half a minute.
+    MLX's product with packed weights is timed for one row alone: for more, compiling
+    its kernel takes half a minute. Of many rows, the kernel is timed beside unpacking.
     """
     kind = Kind.of(layers[0])
-    if kind is None or kind.long or not _proven.get(kind.form, False):
+    if kind is None or not _proven.get(kind.form, False):
         return
-    some, x = layers[: choices.MATRICES], mx.ones((1, kind.length), kind.dtype)
+    some = layers[: choices.MATRICES]
 
     def ours(layer: Any, x: mx.array) -> mx.array:
-        return of_layer(layer, x)[0]
+        packed = layer["weight"], layer["scales"], layer["biases"]
+        of = {"bits": layer.bits, "group_size": layer.group_size}
+        return product(x, packed, layer.get("bias"), **of)[0]
 
     def theirs(layer: Any, x: mx.array) -> mx.array:
         return mx.quantized_matmul(
@@ -431,12 +462,21 @@ def choose(layers: Sequence[Any]) -> None:
             bits=kind.bits,
         )
 
-    by_ours, by_theirs = (
-        choices.chained([partial(each, layer) for layer in some], x)
-        for each in (ours, theirs)
-    )
-    usual = _usual_alone(kind)
-    choices.choose(("packed row", *kind), [(by_ours, by_theirs)], usual=usual)
+    def compare(name: choices.Kind, rows: int, other: Any, *, usual: bool) -> None:
+        x = mx.ones((rows, kind.length), kind.dtype)
+        # MLX may hold all that a chain unpacks.
+        count = choices.PRODUCTS if rows == 1 else MOST_HELD
+        by_ours, by_other = (
+            choices.chained([partial(each, layer) for layer in some], x, count)
+            for each in (ours, other)
+        )
+        choices.choose((*name, *kind), [(by_ours, by_other)], usual=usual)
+
+    if not kind.long:
+        compare(("packed row",), 1, theirs, usual=_usual_alone(kind))
+    if kind.columns * kind.length <= MOST_UNPACKED:
+        for rows in TIMED_ROWS:
+            compare(("packed rows", rows), rows, _unpacked, usual=rows <= MOST_ROWS)
 
 
 def proven(

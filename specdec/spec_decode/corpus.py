@@ -27,6 +27,8 @@ DEPTH = 16
 # in an answer, the last one counts.
 _WAYS = 4
 _MULTIPLIER = 0x9E3779B1
+# With more answers since the last look-up, all is copied to the device.
+_MOST_CHANGES = 16
 
 Int32s = npt.NDArray[np.int32]
 
@@ -58,6 +60,10 @@ class Corpus:
         self.places: Int32s = np.full((capacity // 2, _WAYS), -1, np.int32)
         #: The place of the next token, and how many answers were added.
         self.end, self.count = 0, 0
+        # Both arrays on the device, and what was changed since: tokens, and elements of
+        # the table.
+        self._arrays: tuple[mx.array, mx.array] | None = None
+        self._changes: list[tuple[slice, Int32s]] = []
 
     @staticmethod
     def nbytes(capacity: int) -> int:
@@ -74,15 +80,38 @@ class Corpus:
         first = self.end
         if first + width > capacity:  # no answer goes on at the ring's beginning
             self.tokens[first:] = EMPTY
+            self._changes.append((slice(first, capacity), np.array([], np.int32)))
             first = 0
         self.tokens[first : first + width - 1] = tokens
         self.tokens[first + width - 1] = EMPTY
         at = np.arange(SHORTEST - 1, len(tokens) - 1, dtype=np.int32)
         newest = [tokens[at - j].astype(np.uint32) for j in range(SHORTEST)]
         way = self.count % _WAYS
-        self.places[_bucket(newest, len(self.places)), way] = first + at
+        elements = _bucket(newest, len(self.places)) * _WAYS + way
+        self.places.reshape(-1)[elements] = first + at
+        self._changes.append((slice(first, first + width), elements))
         self.end = (first + width) % capacity
         self.count += 1
+
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        """Tokens and places on the device, which gets what has changed alone."""
+        if self._arrays is None or len(self._changes) > _MOST_CHANGES:
+            self._arrays = mx.array(self.tokens), mx.array(self.places)
+            self._changes.clear()
+        tokens, places = self._arrays
+        whole = self.places.reshape(-1)
+        for part, elements in self._changes:
+            new, first = mx.array(self.tokens[part]), mx.array([part.start])
+            tokens = mx.slice_update(tokens, new, first, axes=(0,))
+            if len(elements):
+                at, put = mx.array(elements), mx.array(whole[elements])
+                flat = mx.put_along_axis(places.flatten(), at, put, axis=0)
+                places = flat.reshape(places.shape)
+        if self._changes:  # an array belongs to its thread until it is computed
+            mx.async_eval(tokens, places)
+            self._changes.clear()
+        self._arrays = tokens, places
+        return self._arrays
 
 
 def _bucket(newest: Sequence[npt.NDArray[np.uint32]], buckets: int) -> Int32s:
@@ -150,9 +179,10 @@ class Corpora:
         used = [self._corpora[c] for c in owners]
         key = (rows, tuple(owners), tuple(corpus.count for corpus in used))
         if self._arrays[0] != key:
+            tokens, places = zip(*(corpus.arrays() for corpus in used), strict=True)
             arrays = (
-                mx.array(np.concatenate([corpus.tokens for corpus in used])),
-                mx.array(np.concatenate([corpus.places for corpus in used])),
+                tokens[0] if len(tokens) == 1 else mx.concatenate(tokens),
+                places[0] if len(places) == 1 else mx.concatenate(places),
                 mx.array([used[i].end if i >= 0 else 0 for i in rows], mx.int32),
                 mx.array(rows, mx.int32),
             )

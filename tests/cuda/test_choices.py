@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -125,30 +126,39 @@ def packed(columns: int, length: int, bits: int) -> Any:
 def test_one_row_of_packed_weights_is_chosen_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several rows ours is taken: MLX's would be compiled for half a minute."""
+    """Of a few rows ours is taken: MLX's would be compiled for half a minute."""
     form = packed_matmul.Form(BF16, 8, 64, eights=False)
     monkeypatch.setattr(packed_matmul, "_proven", {form: True})
     layer = packed(64, 128, 8)
     one, two = (mx.zeros((n, 128), BF16) for n in (1, 2))
     assert not packed_matmul.computes(layer, one)
-    asked: list[int] = []
+    asked, usually = Counter[int](), []
 
-    def of_layer(layer: Any, x: mx.array) -> list[mx.array]:
-        asked.append(x.shape[0])
+    def product(x: mx.array, *_: Any, **__: Any) -> list[mx.array]:
+        asked[x.shape[0]] += 1
         return [x]
 
     def choose(kind: Any, runs: Any, *, usual: bool) -> None:
-        assert not usual
+        usually.append(usual)
         for run in (run for each in runs for run in each):
-            assert run()[0].shape == (1, 128)
-        choices.take({name(kind): True})
+            assert run()[0].shape[1:] == (128,)
+        choices._ours[name(kind)] = kind[:2] != ("packed rows", 256)
 
-    monkeypatch.setattr(packed_matmul, "of_layer", of_layer)
+    monkeypatch.setattr(packed_matmul, "product", product)
     monkeypatch.setattr(choices, "choose", choose)
+    assert packed_matmul.most_rows(layer) == packed_matmul.MOST_ROWS
     packed_matmul.choose([layer] * 3)
-    assert asked == [1] * choices.PRODUCTS
+    held = packed_matmul.MOST_HELD
+    assert asked == {1: choices.PRODUCTS, 128: held, 256: held}
+    assert usually == [False, True, False]
     assert packed_matmul.computes(layer, one)
     assert packed_matmul.computes(layer, two)
+    # Of more than 128 rows it is unpacked, of as many it is not.
+    assert packed_matmul.most_rows(layer) == 128
+    for rows, ours in ((128, 1), (129, 0)):
+        asked.clear()
+        packed_matmul.of_layer(layer, mx.zeros((rows, 128), BF16))
+        assert asked.total() == ours
 
 
 def test_mlx_is_not_timed_where_it_compiles_another_kernel(
@@ -157,9 +167,10 @@ def test_mlx_is_not_timed_where_it_compiles_another_kernel(
     """A load, or the first round, compiles MLX's kernel for half a minute."""
     form = packed_matmul.Form(BF16, 4, 64, eights=False)
     monkeypatch.setattr(packed_matmul, "_proven", {form: True})
-    layer = packed(16384 + 64, 64, 4)
+    layer, timed = packed(16384 + 64, 64, 4), list[str]()
+    monkeypatch.setattr(choices, "choose", lambda kind, *_, **__: timed.append(kind[0]))
     packed_matmul.choose([layer])
-    assert not choices._ours
+    assert set(timed) == {"packed rows"}
     assert packed_matmul.computes(layer, mx.zeros((1, 64), BF16))
     assert not packed_matmul.computes(packed(16384, 64, 4), mx.zeros((1, 64), BF16))
 

@@ -549,6 +549,7 @@ def test_products_that_the_kernel_does_not_know_are_mlx_s(
 def test_many_rows(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Unpacked for many rows: the bias, the parts or the order are lost."""
     monkeypatch.setattr(packed_matmul, "MOST_ROWS", 2)
+    monkeypatch.setattr(packed_matmul, "TIMED_ROWS", (3, 4))
     layer = nn.QuantizedLinear(64, 40, group_size=32, bits=4)
     layer.set_dtype(mx.float16)
     layer.bias = drawn(40, dtype=mx.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,26 @@ def test_without_rivals_it_is_the_match(
     tokens, size = by_hand(answers, text, K)
     assert found.tokens[0, : int(found.count[0])].tolist() == tokens
     assert int(found.size[0]) == size
+
+
+@pytest.mark.parametrize("capacity", [64, 1 << 16])
+def test_answers_that_come_between_look_ups_are_found(capacity: int) -> None:
+    """The device is told of new answers alone: a place or a token would be old."""
+    draw, corpora = random.Random(0), Corpora(capacity, 4)
+    answers = [[draw.randrange(9) for _ in range(23)] for _ in range(40)]
+    for number, answer in enumerate(answers):
+        corpora.add("a" if number % 3 else "b", answer)
+        if number % 5 == 4 or number > 30:
+            once, texts = Corpora(capacity, 4), answers[: number + 1]
+            for i, earlier in enumerate(texts):
+                once.add("a" if i % 3 else "b", earlier)
+            tail = tail_of([t[:9] for t in [*texts[-8:], *texts[:8]][:8]])
+            for clients in (["a"] * 8, ["a", "b", None, "b"] * 2):
+                found, right = (c.find(clients, tail, K) for c in (corpora, once))
+                assert found is not None
+                assert right is not None
+                for name, one in vars(found).items():
+                    assert mx.array_equal(one, getattr(right, name))
 
 
 def test_the_ring_wraps() -> None:
