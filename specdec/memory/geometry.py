@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cache.capacity import cache_slots, ring_slots, round_up
-from ..cuda.packed_matmul import MOST_ROWS as MOST_PACKED_ROWS
+from ..cuda.packed_matmul import TIMED_ROWS
 
 #: Tokens that mlx-lm's scans score with each other at a time.
 SCAN_PART = 256
@@ -161,6 +161,6 @@ class ModelGeometry:
         per_token = (layers or 1) * self.token_bytes + columns * self.score_bytes
         per_token += min(tokens, SCAN_PART) * self.pair_bytes
         per_column = self.column_bytes + ahead * self.unpacked_column_bytes
-        unpacked = self.unpacked_bytes if rows * tokens > MOST_PACKED_ROWS else 0
+        unpacked = self.unpacked_bytes if rows * tokens >= TIMED_ROWS[0] else 0
         forward = rows * (tokens * per_token + columns * per_column)
         return forward + ahead * unpacked
