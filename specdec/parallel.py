@@ -55,6 +55,7 @@ _NO_SECRET = (
     f"in common: export {SECRET}=$(openssl rand -hex 32); for other machines add "
     f"--env {SECRET}=${SECRET}"
 )
+_RANK_0_ENDED = "rank 0 has ended: start all ranks again"
 # Variables that mlx.launch sets, or Open MPI with --backend mpi: the rank, the number
 # of ranks (Open MPI: also on this host), and files with a list of all ranks.
 _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -115,6 +116,8 @@ class Ranks(ABC):
                 return Leader(links)
             return Follower(rank, size, links[0])
         except (OSError, EOFError, ValueError) as error:
+            if rank and isinstance(error, EOFError | BrokenPipeError):
+                raise RankError(_RANK_0_ENDED) from error
             raise RankError(
                 f"rank {rank} of {size} does not find the others "
                 f"({shorten(error) or 'one has ended'}): start all ranks again, on "
@@ -403,7 +406,7 @@ class Follower(Ranks):
         if message in (_END, _LOST):
             self._inbox.put(data)
         if message == _LOST:
-            raise RankError("rank 0 has ended: start all ranks again")
+            raise RankError(_RANK_0_ENDED)
         return message
 
     def decide(self, what: str, make: Callable[[], T]) -> T:

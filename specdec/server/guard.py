@@ -27,6 +27,10 @@ log = logging.getLogger("specdec.server")
 
 #: Seconds in which the head of a request, and a whole request, have to arrive.
 HEAD_SECONDS, BODY_SECONDS = 20.0, 60.0
+_NO_HTTP = (
+    "the request is no HTTP/1.1: call http:// and not https://, with a head of at most "
+    "64 KiB"
+)
 #: A body that is late is answered before its connection is closed.
 _GRACE = 5.0
 #: The most connections, and descriptors that a server needs for other things.
@@ -91,13 +95,14 @@ class Connection(H11Protocol):
                 self._refuse(error)
 
     def send_400_response(self, msg: str) -> None:
-        if self.scope:
-            error = RequestError("the request is no HTTP")
-            self.scope["state"]["refused"] = error
-        super().send_400_response(msg)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(RequestError(_NO_HTTP, code="invalid_http"))
+        else:  # an answer has begun
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
-        self.since = time.monotonic()
+        if self.conn.their_state is not h11.SEND_BODY:  # else its time goes on
+            self.since = time.monotonic()
         super().on_response_complete()
 
     @property

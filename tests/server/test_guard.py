@@ -232,6 +232,13 @@ def test_each_state_of_a_connection_has_its_time(
         assert lasts(unread, guard.BODY_SECONDS - 1)
         assert not lasts(unread, 2)
         go.set()
+        refused = await connect()  # and its body is not read, but goes on
+        refused.data_received(head + b"{")
+        assert lasts(refused, with_body - 1)
+        go.set()
+        while refused.conn.our_state is not h11.DONE:
+            await asyncio.sleep(0)
+        assert not lasts(refused, 2)
         await asyncio.gather(*unread.tasks, *late.tasks)
 
     asyncio.run(check())
@@ -286,6 +293,27 @@ def test_what_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert 2 <= len(texts) <= 2 * guard._LINES, texts
     assert all(text.isprintable() for text in texts)
     assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /ok HTTP/1.1\r\n\r\n",
+        b"POST /ok HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /ok HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: x\r\n\r\n",
+        b"GET /ok HTTP/1.1\r\nHost: localhost\r\n\r\n\xff\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_answered_in_json(data: bytes) -> None:
+    """A client shows the reason only if the error has its protocol's form."""
+    with guarded(ok) as (_, port):
+        _, body = exchanged(port, data)
+    assert body.endswith(b"}}"), body
+    said = json.loads(body[body.rindex(b'{"error"') :])["error"]
+    assert said["code"] == "invalid_http"
+    assert "https://" in said["message"]
 
 
 def test_a_target_may_name_the_host() -> None:
