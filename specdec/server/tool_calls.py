@@ -282,6 +282,9 @@ _LITERAL = re.compile(
     r"(?:(?:\\.|(?!(?P=quote))[^\\])*(?P=quote)|(?P<open>.*))",
     re.DOTALL,
 )
+#: A hyphen in a call's name, where Python reads a minus, outside texts.
+_HYPHEN = re.compile(rf"{_LITERAL.pattern}|-(?=[\w.-]*\()", re.DOTALL)
+_LETTER = "\u1173"  # stands for it: no name of a tool has it
 _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')
 _DECODER = json.JSONDecoder(strict=False)  # models write raw line breaks in texts
 
@@ -375,6 +378,7 @@ class _JSONNames(ast.NodeTransformer):
 def _pythonic(text: str, functions: Functions) -> list[dict[str, Any]]:
     """Calls as Python writes them. mlx-lm's parser guesses at what Python refuses."""
     text = _LITERAL.sub(lambda literal: literal[0].replace("\n", "\\n"), text)
+    text = _HYPHEN.sub(lambda one: _LETTER if one[0] == "-" else one[0], text)
     body = ast.parse(text.strip(), mode="eval").body
     calls = []
     for call in body.elts if isinstance(body, ast.List) else [body]:
@@ -384,7 +388,8 @@ def _pythonic(text: str, functions: Functions) -> list[dict[str, Any]]:
             keyword.arg: ast.literal_eval(_JSONNames().visit(keyword.value))
             for keyword in call.keywords
         }
-        calls.append({"name": ast.unparse(call.func), "arguments": values})
+        name = ast.unparse(call.func).replace(_LETTER, "-")
+        calls.append({"name": name, "arguments": values})
     return calls
 
 

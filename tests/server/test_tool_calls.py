@@ -480,6 +480,16 @@ def test_several_calls(tmp_path: Path) -> None:
         assert json.loads(call.arguments) == arguments
 
 
+@pytest.mark.parametrize("form", ["pythonic", "gemma4", "function_gemma"])
+def test_a_name_with_hyphens(form: str, tmp_path: Path) -> None:
+    """Python reads a minus, and the call of a tool of most MCP servers is text."""
+    text = answer_of(form).replace("write_file", "mcp-server__write-file")
+    text = text.replace("hello world", "a-b(c-d) -e(")
+    (call,) = parts_of(words_of(form, tmp_path), text, cut=False)
+    assert call.name == "mcp-server__write-file"
+    assert json.loads(call.arguments)["content"] == "a-b(c-d) -e("
+
+
 def test_a_tool_that_is_not_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
