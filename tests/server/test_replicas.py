@@ -29,11 +29,19 @@ from specdec.cli import main
 from specdec.cli.replica import command, environments, within_share
 from specdec.config import EngineConfig
 from specdec.server import replicas as supervision
+from specdec.server import routing
 from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
 from specdec.server.replicas import Command, Replica, Replicas
 from specdec.server.router import Router, _passed_on, make_router
-from specdec.server.routing import BILLING, Place, Question, blocks_of, choose
+from specdec.server.routing import (
+    BILLING,
+    Blocks,
+    Place,
+    Question,
+    blocks_of,
+    choose,
+)
 from specdec.server.web import CLIENT_HEADER, ENDS_HEADER
 from tests.models.folders import write_folder
 from tests.server.harness import Running
@@ -84,6 +92,29 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
     odd: Any
     for odd in (None, 3, [], "x" * 9999, {"messages": {"a": [None, 1.5, True]}}):
         blocks_of(odd)
+
+
+def test_a_block_counts_after_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The middle of another conversation is taken for a beginning.
+
+    Or the first block is forgotten before those that are useless without it.
+    """
+
+    def blocks(*letters: str) -> Blocks:
+        return blocks_of({"prompt": "".join(letter * 512 for letter in letters)})
+
+    place = Place()
+    place.note(blocks("a", "b"))
+    place.note(blocks("c", "d"))
+    assert place.matching(blocks("a", "b", "d")) == 2
+    assert place.matching(blocks("a", "d")) == 1
+    assert place.matching(blocks("b", "a")) == 0
+    monkeypatch.setattr(routing, "_KEPT", 3)
+    place.note(blocks("e", "f", "g", "h"))
+    assert place.matching(blocks("e", "f", "g", "h")) == 3
+    place.note(blocks("e"))  # which is used again
+    place.note(blocks("i", "j"))
+    assert place.matching(blocks("e", "f")) == 1
 
 
 def test_a_prefix_of_all_keeps_no_replica_idle() -> None:
