@@ -26,7 +26,11 @@ SECONDS = 10
 _GROWTH = 200
 #: Characters that a decoder may strip of a token; real ones strip one.
 _MOST_STRIPPED = 4
+#: WordPiece takes a time that grows with the square of a word; real ones stop at 100.
+_LONGEST_WORD = 1000
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+#: How many times as long parts make a text that they made before.
+_GROWTHS = {"ByteLevel": 2.0, "Metaspace": 2.0, "BertNormalizer": 3.0}
 #: Parts that take a time and a memory by their text, and that fail on none.
 _USUAL = frozenset(
     {"BPEDecoder", "BertNormalizer", "BertPreTokenizer", "BertProcessing",
@@ -35,8 +39,12 @@ _USUAL = frozenset(
      "NFKD", "Prepend", "Punctuation", "Replace", "RobertaProcessing", "Sequence",
      "StripAccents", "TemplateProcessing", "Whitespace", "WhitespaceSplit", "WordPiece"}
 )  # fmt: skip
-#: Regular expressions of well-known tokenizers have no repeated groups in groups.
-_NESTED = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")
+#: What no expression of a well-known tokenizer has, and what may take time without
+#: end: repeated groups that repeat or choose, the same repeated twice, and references.
+_REPEATED = re.compile(
+    r"(?P<same>\[[^]]*\]|\\p\{\w+\}|\\?[^()])(?:[*+]|\{\d*,\d*\})(?P=same)[*+{]"
+    r"|\\[gk1-9]|\(\?[&R0-9(]"
+)
 
 
 def check_tokenizer_file(file: Path) -> None:
@@ -50,7 +58,7 @@ def check_tokenizer_file(file: Path) -> None:
     except (FileNotFoundError, DataError):
         return  # loading will report it
     parts = {name: spec.get(name) for name in _PARTS}
-    for name in ("normalizer", "decoder"):
+    for name in _PARTS:
         _check_growth(parts[name], f"{file}: its {name}")
     for part in _members(parts["decoder"]):
         # The library panics on tokens that are shorter.
@@ -60,6 +68,13 @@ def check_tokenizer_file(file: Path) -> None:
                 f"{file}: its decoder strips {most} characters of a token, and "
                 f"{_MOST_STRIPPED} are allowed: use another model"
             )
+    model = spec.get("model")
+    longest = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
+    if isinstance(longest, int) and longest > _LONGEST_WORD:
+        raise ModelError(
+            f"{file}: its model looks for parts of words of {longest} characters, and "
+            f"{_LONGEST_WORD} are allowed: use another model"
+        )
     if all(map(_is_usual, _members(list(parts.values())))):
         return
     try:
@@ -79,7 +94,7 @@ def check_tokenizer(tokenizer: Any, source: str) -> None:
         ModelError: it does.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    for name in ("normalizer", "decoder"):
+    for name in _PARTS:
         part: Any = getattr(backend, name, None)
         if hasattr(part, "__getstate__"):
             try:
@@ -106,8 +121,25 @@ def _is_usual(part: Mapping[str, Any]) -> bool:
     if part["type"] == "Replace" and expression:
         return False  # the library panics where one matches nothing
     if part["type"] == "Split" or expression:
-        return len(str(expression)) < 1000 and not _NESTED.search(str(expression))
+        return len(str(expression)) < 1000 and not _may_repeat(str(expression))
     return part["type"] in _USUAL
+
+
+def _may_repeat(expression: str) -> bool:
+    """Whether an expression may take a time that no power of a text's length bounds."""
+    plain = re.sub(r"\\[()|*+{]|\[(?:\\.|[^]\\])+\]", "x", expression)
+    repeats = [False]  # of each open group
+    for at, character in enumerate(plain):
+        if character == "(":
+            repeats.append(False)
+        elif character in "|*+{":
+            repeats[-1] = True
+        elif character == ")" and len(repeats) > 1:
+            inner = repeats.pop()
+            if inner and plain[at + 1 : at + 2] in ("*", "+", "{"):
+                return True
+            repeats[-1] |= inner
+    return bool(_REPEATED.search(expression))
 
 
 def _check_growth(spec: Any, where: str) -> None:
@@ -126,8 +158,20 @@ def _growth(part: Mapping[str, Any]) -> float:
         text = pattern.get("String") if isinstance(pattern, Mapping) else None
         # An expression may match nothing, between any two characters.
         return max(1.0, len(content) / len(text) if text else len(content) + 1.0)
+    if part["type"] in _GROWTHS:
+        return _GROWTHS[part["type"]]
     if part["type"] == "Prepend":
         return 1.0 + len(str(part.get("prepend", ""))) / 16
+    if part["type"] == "TemplateProcessing":
+        try:
+            shown = [next(iter(each.items())) for each in part["single"]]
+            special = [
+                part["special_tokens"][v["id"]] for k, v in shown if k != "Sequence"
+            ]
+            tokens = sum(len(each["ids"]) for each in special)
+        except (AttributeError, KeyError, TypeError, StopIteration):
+            return 1.0  # loading will report it
+        return max(1.0, len(shown) - len(special) + tokens / 16)
     if part["type"] == "Precompiled":
         try:
             data = base64.b64decode(part["precompiled_charsmap"])

@@ -14,16 +14,19 @@ _LINE = (
     + "a" * 40
     + "!"
 )
+#: Slow expressions are slow at long runs that do not end as they should.
+_RUNS = [f"{character * 500}? b0!\n" for character in "aA 0\né日!-_"]
 
 
 def _try(file: str) -> int:
-    """Load a tokenizer, encode a line, and decode what comes of it.
+    """Load a tokenizer, encode lines, and decode what comes of the first.
 
     Returns:
-        How many tokens the line has.
+        How many tokens the first line has.
     """
     tokenizer = Tokenizer.from_file(file)
     ids = tokenizer.encode(_LINE).ids
+    tokenizer.encode_batch(_RUNS)
     tokenizer.decode(ids)
     for token in set(ids):
         tokenizer.decode([token])

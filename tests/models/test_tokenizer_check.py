@@ -44,8 +44,25 @@ def sequence(*parts: dict[str, Any], of: str = "normalizers") -> dict[str, Any]:
     return {"type": "Sequence", of: list(parts)}
 
 
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 MODEL = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<u>": 2}, "unk_token": "<u>"}
 STRIP = {"type": "Strip", "content": "a", "start": 10**9, "stop": 10**9}
+
+
+def template(*shown: str, ids: int = 1) -> dict[str, Any]:
+    """What is put around a text, which ``A`` stands for."""
+    special = {"id": "<u>", "ids": [2] * ids, "tokens": ["<u>"] * ids}
+    return {
+        "type": "TemplateProcessing",
+        "single": [
+            {"Sequence" if each == "A" else "SpecialToken": {"id": each, "type_id": 0}}
+            for each in shown
+        ],
+        "pair": [{"Sequence": {"id": each, "type_id": 0}} for each in "AB"],
+        "special_tokens": {"<u>": special},
+    }
+
+
 UNUSUAL = charsmap(b"\xff\x01\x00\x80" * 256, b"abc")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "four times two hundred": ({"normalizer": sequence(*[replace("a", "a" * 200)] * 4)},
@@ -56,11 +73,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                                                     of="decoders")}, "decoder can"),
     "a table of long texts": ({"normalizer": charsmap(b"", b"a\0" + b"b" * 999)},
                               "999 times"),
+    "a text many times": ({"post_processor": template(*["A"] * 300)}, "300 times"),
+    "many texts around it": ({"post_processor": template("A", *["<u>"] * 99, ids=99)},
+                             "post_processor can make a text 614 times"),
+    "bytes of bytes": ({"pre_tokenizer": sequence(*[BYTES] * 8, of="pretokenizers")},
+                       "pre_tokenizer can make a text 256 times"),
+    "normalized bytes": ({"normalizer": sequence(*[{"type": "ByteLevel"}] * 8)},
+                         "256 times"),
+    "long words": ({"model": {**MODEL, "type": "WordPiece",
+                              "continuing_subword_prefix": "##",
+                              "max_input_chars_per_word": 10**9}},
+                   "words of 1000000000 characters"),
     "a table that is damaged": ({"normalizer": UNUSUAL}, "it fails"),
     "a table that is empty": ({"normalizer": charsmap(b"", b"")}, "it fails"),
     "a match of nothing": ({"normalizer": replace("a*|b", "x", "Regex")}, "it fails"),
     "a decoder that panics": ({"decoder": STRIP}, "strips 1000000000 characters"),
-    "endless alternatives": ({"pre_tokenizer": split("(a|b|ab)+$|(a+)+c")}, "it fails"),
+    **{
+        f"endless: {each}": ({"pre_tokenizer": split(each)}, "takes longer|it fails")
+        for each in (
+            "(a|b|ab)+$|(a+)+c", "((a+))+[b-z]", "(?:(?:a|aa)x?)+[b-z]",
+            r"\s*\s*\s*[b-z]", "[a-z]*[a-z]+[a-z]*[0-9]", "a*a*a*a{1,}b",
+        )
+    },
+    "endless references": ({"pre_tokenizer": split(r"(?<p>a\g<p>?\g<p>?[b-z])")},
+                           "takes longer|it fails"),
 }  # fmt: skip
 
 
@@ -111,13 +147,13 @@ def test_usual_tokenizers_are_not_tried(
               r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
         split(r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}"
               r"\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?| ?[^\s\p{L}\p{N}]+[\r\n/]*"),
-        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        {**BYTES, "use_regex": True},
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"},
     ):  # fmt: skip
         normalizer = sequence({"type": "Prepend", "prepend": "▁"}, replace(" ", "▁"))
-        file.write_text(
-            spec(pre_tokenizer=pre_tokenizer, normalizer=normalizer), "utf-8"
-        )
+        parts = {"pre_tokenizer": pre_tokenizer, "normalizer": normalizer}
+        around = template("<u>", "A", "<u>")
+        file.write_text(spec(**parts, post_processor=around), "utf-8")
         check_tokenizer_file(file)
 
 

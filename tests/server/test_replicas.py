@@ -112,9 +112,18 @@ def test_a_block_counts_after_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(routing, "_KEPT", 3)
     place.note(blocks("e", "f", "g", "h"))
     assert place.matching(blocks("e", "f", "g", "h")) == 3
-    place.note(blocks("e"))  # which is used again
-    place.note(blocks("i", "j"))
-    assert place.matching(blocks("e", "f")) == 1
+    for letter in "ijkilm":  # the first of them is used again
+        place.note(blocks(letter))
+    assert [place.matching(blocks(letter)) for letter in "ijk"] == [1, 0, 0]
+
+
+def test_what_decides_where_no_prefix_does() -> None:
+    """One of two idle replicas gets all requests; keys of a part count by order."""
+    replicas = [Place(), Place()]
+    assert choose(replicas, ()) is not choose(replicas, ())
+    part = {"role": "user", "content": "a" * 600}
+    asked = [{"messages": [dict(items)]} for items in (part, reversed(part.items()))]
+    assert blocks_of(asked[0]) == blocks_of(asked[1])
 
 
 def test_a_prefix_of_all_keeps_no_replica_idle() -> None:
