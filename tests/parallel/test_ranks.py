@@ -15,7 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner
@@ -26,7 +28,15 @@ from specdec.engine.led import follow, parted
 from specdec.engine.session import Bounds
 from specdec.errors import ConfigError, RankError
 from specdec.grammar import Grammar, GrammarCompiler
-from specdec.parallel import SECRET, Follower, Ranks, _address, _facts, _launched_size
+from specdec.parallel import (
+    SECRET,
+    Follower,
+    Leader,
+    Ranks,
+    _address,
+    _facts,
+    _launched_size,
+)
 from specdec.utils.links import Link, accept_ranks, reach_rank_0
 from specdec.utils.wire import decode, encode
 from tests.byte_tokenizer import byte_tokenizer
@@ -400,6 +410,28 @@ def test_where_ranks_of_open_mpi_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         _address()
     monkeypatch.setenv("SPECDEC_RANKS_HOST", "10.0.0.7")
     assert _address() == "10.0.0.7"
+
+
+def test_memory_is_that_of_the_smallest_share() -> None:
+    """A rank that has less, or shares a host, is asked for more than it has."""
+
+    def peer(rank: int, gigabytes: int, host: str) -> Any:
+        facts = encode(_facts() | {"memory_size": gigabytes * 10**9})
+        link = SimpleNamespace(receive=lambda _: facts, other_host=host)
+        return SimpleNamespace(rank=rank, link=link)
+
+    leader: Any = object.__new__(Leader)
+    leader.size = 4
+    for sizes, least in (((9000, 8, 4), 4), ((9000, 8, 6000), 8)):
+        leader._peers = [
+            peer(rank, size, host)
+            for rank, size, host in zip((1, 2, 3), sizes, "abc", strict=True)
+        ]
+        with patch("specdec.backend.memory_size", lambda: 500 * 10**9):
+            assert leader._meet() == least * 10**9
+    leader._peers = [peer(rank, 8, "a") for rank in (1, 2)]
+    with patch("specdec.backend.memory_size", lambda: 500 * 10**9):
+        assert leader._meet() == 4 * 10**9
 
 
 @pytest.mark.parametrize("secret", [None, "short"])
