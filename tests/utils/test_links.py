@@ -18,6 +18,7 @@ from specdec import EngineConfig, SamplingParams
 from specdec.errors import ConfigError
 from specdec.grammar import Grammar
 from specdec.prompts import EncodedPrompt
+from specdec.utils import links
 from specdec.utils.links import (
     Link,
     _ports,
@@ -107,6 +108,25 @@ def test_silent_and_slow_connections_hold_nobody() -> None:
         slow.sendall(b"x")
         reach_rank_0(HERE, secret, 1, 20).close()
         assert links.result(20).keys() == {1}
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.3, 128), (1000.0, 2)])
+def test_a_connection_that_proves_nothing_is_closed(
+    seconds: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a descriptor; it is closed in time, or for newer ones."""
+    monkeypatch.setattr(links, "_GREETING", seconds)
+    monkeypatch.setattr(links, "_MOST_GREETINGS", most)
+    with meeting(2) as (secret, meets), ExitStack() as stack:
+        silent = [stack.enter_context(connected(secret)) for _ in range(4)]
+        for each in silent[:2]:  # the challenge, and the end
+            each.settimeout(60)
+            assert len(each.recv(32, socket.MSG_WAITALL)) == 32
+            with suppress(ConnectionError):
+                assert each.recv(1) == b""
+        assert not meets.done()
+        reach_rank_0(HERE, secret, 1, 20).close()
+        assert meets.result(20).keys() == {1}
 
 
 def test_there_is_one_deadline() -> None:
