@@ -723,10 +723,15 @@ def test_what_no_replica_is_told() -> None:
     assert _passed_on(headers) == [(b"accept", b"*/*")]
 
 
-def test_a_replica_that_was_restarted_has_no_prompts() -> None:
+def test_a_replica_that_was_restarted_has_no_prompts(
+    ready: tuple[httpx.Client, Router],
+) -> None:
     """Requests go to where their prefix was, and to nobody who has it now."""
-    place = Place()
-    place.note([1, 2])
-    assert place.matching([1, 2, 3]) == 2
-    place.forget()
-    assert place.matching([1, 2, 3]) == 0
+    replica, starts = ready[1].replicas.all[0], ready[1].replicas.all[0].starts
+    until(lambda: replica.process is not None and replica.client is not None)
+    replica.note([1, 2])
+    assert replica.matching([1, 2, 3]) == 2
+    assert replica.process is not None
+    os.kill(replica.process.pid, signal.SIGKILL)
+    until(lambda: replica.starts > starts and replica.client is not None)
+    assert replica.matching([1, 2, 3]) == 0
