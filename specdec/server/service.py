@@ -185,11 +185,15 @@ class Service:
             # The server ends before a grammar is compiled: its client is told.
             raise RequestError.stopping() from error
         except Exception as error:
-            closed = isinstance(error, ServerError) and self.failure is None
-            if closed and self._draining:
-                raise RequestError.stopping() from error
-            raise request_error(error, job.names) from error
+            raise self._refusal(error, job) from error
         return Prepared(job, began, choices)
+
+    def _refusal(self, error: Exception, job: Job) -> RequestError:
+        """What to answer for an error."""
+        closed = isinstance(error, ServerError) and self.failure is None
+        if closed and self._draining:
+            return RequestError.stopping()
+        return request_error(error, job.names)
 
     async def _compiled(
         self, job: Job, choices: list[Choice], notes: Notes | None
@@ -278,7 +282,7 @@ class Service:
                     yield None
                     continue
                 if isinstance(event, Exception):
-                    raise request_error(event, prepared.job.names) from event
+                    raise self._refusal(event, prepared.job) from event
                 left -= isinstance(event, End)
                 yield event
         finally:

@@ -1,6 +1,6 @@
 """Puts system turns where a chat template takes them.
 
-Many templates refuse a system turn that is not the first, or drop it.
+Many templates refuse a system turn that is not the first, or drop it. Some refuse all.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any
 from ..prompts.templates import render_chat, template_of
 from .job import Message
 
-#: Whether a tokenizer's template takes later system turns, by the template's text.
-_TAKES: weakref.WeakKeyDictionary[Any, dict[str | None, bool]] = (
-    weakref.WeakKeyDictionary()
-)
-_PROBE = ("first", "answer", "SYSTEM-PROBE", "second")
+#: Whether a tokenizer's template takes turns of these roles, by the template's text.
+_TAKES: weakref.WeakKeyDictionary[Any, dict[tuple[str | None, tuple[str, ...]], bool]]
+_TAKES = weakref.WeakKeyDictionary()
+_FIRST, _LATER = ("system", "user"), ("user", "assistant", "system", "user")
 
 
 def arranged(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """Messages whose system turns the template takes, in the order of the conversation.
 
     System turns before all others become one. A later one stays where it is. If the
-    template does not take it there, it becomes text of a turn of the user, so that the
-    prompt before it does not change.
+    template does not take one where it is, it becomes text of a turn of the user, so
+    that the prompt before it does not change.
     """
     turns = [m for m in messages if m["role"] != "system" or m["content"].strip()]
     leading = list(takewhile(lambda m: m["role"] == "system", turns))
@@ -33,7 +32,9 @@ def arranged(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     if leading:
         text = "\n\n".join(message["content"] for message in leading)
         leading = [{**leading[0], "content": text}]
-    if not any(m["role"] == "system" for m in turns) or _takes(tokenizer):
+        if not _takes(tokenizer, _FIRST):
+            leading, turns = [], [*leading, *turns]
+    if not any(m["role"] == "system" for m in turns) or _takes(tokenizer, _LATER):
         return [*leading, *turns]
     placed: list[Message] = []
     marked = False  # the last turn has text of a system turn
@@ -65,19 +66,19 @@ def _joined(*contents: Any) -> Any:
     return parts
 
 
-def _takes(tokenizer: Any) -> bool:
-    """Whether the template shows a later system turn, in its place."""
+def _takes(tokenizer: Any, roles: tuple[str, ...]) -> bool:
+    """Whether the template shows turns of these roles, in their places."""
     known = _TAKES.setdefault(tokenizer, {})
     template = template_of(tokenizer)
-    if template not in known:
-        roles = ("user", "assistant", "system", "user")
+    if (template, roles) not in known:
+        texts = [f"{role.upper()}-PROBE-{i}" for i, role in enumerate(roles)]
         turns = [
             {"role": role, "content": text}
-            for role, text in zip(roles, _PROBE, strict=True)
+            for role, text in zip(roles, texts, strict=True)
         ]
         try:
-            places = [render_chat(tokenizer, turns).find(text) for text in _PROBE]
+            places = [render_chat(tokenizer, turns).find(text) for text in texts]
         except Exception:  # a template may raise anything
             places = [-1]
-        known[template] = -1 not in places and places == sorted(places)
-    return known[template]
+        known[template, roles] = -1 not in places and places == sorted(places)
+    return known[template, roles]

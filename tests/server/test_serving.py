@@ -528,6 +528,15 @@ def test_who_is_prepared_at_the_end_is_told(decoder: SpecDecoder) -> None:
         engine.tokenize = closed
         with pytest.raises(RequestError, match="stopping"):
             await service.prepare(job)
+        # The engine closes between the two: it has not failed.
+        del engine.tokenize
+        prepared = await service.prepare(job)
+        async with decoder.serve() as real:
+            pass
+        service.engine = real
+        with pytest.raises(RequestError, match="stopping") as caught:
+            [event async for event in service.events(prepared)]
+        assert caught.value.code == "stopping"
 
     asyncio.run(check())
 

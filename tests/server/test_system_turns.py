@@ -22,6 +22,8 @@ DROPS = TEMPLATE.replace(
     "{% if m.role != 'system' or loop.first %}<|im_start|>{{ m.role }}",
 ).replace("<|im_end|>\n", "<|im_end|>\n{% endif %}")
 TEMPLATES = {"takes": TEMPLATE, "first": FIRST, "drops": DROPS}
+#: Refuses all, as Gemma 2's does.
+REFUSES = FIRST.replace(" and not loop.first", "")
 #: Puts all system turns first.
 HOISTS = (
     "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
@@ -63,8 +65,8 @@ def ask(server: Any, path: str, turns: list[dict[str, str]]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "template",
-    [TEMPLATE, FIRST, DROPS, HOISTS],
-    ids=["takes", "first", "drops", "hoists"],
+    [TEMPLATE, FIRST, DROPS, HOISTS, REFUSES],
+    ids=["takes", "first", "drops", "hoists", "refuses"],
 )
 def test_ten_turns_hit_the_prefix_cache(template: str, tmp_path: Path) -> None:
     """A later system turn that is refused, or moved, so that no prefix is found."""
@@ -105,6 +107,12 @@ def test_nothing_of_a_system_turn_is_lost(tmp_path: Path) -> None:
         texts = [m["content"] for m in marked]
         assert texts[1] == "c\n\n<system>\nD\n</system>"
         assert texts[3] == "<system>\nF\n</system>\n\ng"
+    (tmp_path / "refuses").mkdir()
+    none = arranged(tokenizer(tmp_path / "refuses", REFUSES), turns)
+    assert none[0] == {
+        "role": "user", "content": "<system>\nA\n\nB\n</system>\n\n" + texts[1]
+    }  # fmt: skip
+    assert none[1:] == marked[2:]
     # Turns of the user that the client keeps apart stay apart.
     apart = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert arranged(words, [*apart, turns[4], turns[5]])[0] == apart[0]
