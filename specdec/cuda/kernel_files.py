@@ -147,7 +147,10 @@ def compile_together(checks: Sequence[Callable[[], object]]) -> None:
             _waiting.reset(token)
         if not codes:
             return
-        logger.info("compiling kernels for this GPU, once on this machine")
+        logger.info(
+            "compiling kernels for this GPU, once on this machine",
+            extra={"passing": True},
+        )
         with ThreadPoolExecutor() as pool:
             list(pool.map(_compile, codes, codes.values()))
 
