@@ -245,6 +245,7 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
+        scope.setdefault("state", {})
         outcome = None
         try:
             # A client that does not read must not keep its place longer than others.

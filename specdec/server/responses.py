@@ -376,7 +376,10 @@ class ResponseRendering(Rendering):
             "text": {"format": format_},
             "tool_choice": request.tool_choice or "auto",
             "tools": [
-                {**({"strict": False} if tool["type"] == "function" else {}), **tool}
+                {
+                    **({"strict": False} if tool.get("type") == "function" else {}),
+                    **tool,
+                }
                 for tool in request.tools
             ],
             "top_logprobs": request.top_logprobs,
