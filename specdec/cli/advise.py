@@ -18,7 +18,7 @@ from ..utils.data_files import json_text
 from ..utils.printable import counted, shorten
 from ..utils.tables import text_table
 from . import options
-from .output import note_products, places_named, share_text, show
+from .output import note_products, places_named, share_text, show, show_warnings
 from .progress import Progress, Share, announce
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def advise(
         models = models.automatic()
     if models.spec is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
+    show_warnings(notes=not quiet)
     records = read_records(file)[:num_prompts]
     sizes = sorted(set(batch_sizes))
     announce(

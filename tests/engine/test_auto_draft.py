@@ -321,6 +321,26 @@ def test_a_terminal_is_asked(
     assert hub.asked == (["maker/big"] if answer == "y" else [])
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["advise", "--prompts", "prompts.txt", "-m", "4"],
+        ["estimate", "--draft", "auto", "--context", "64"],
+        ["verify", "--draft", "auto", "--prompts", "prompts.txt", "-m", "4"],
+    ],
+)
+def test_other_commands_take_the_same(
+    command: list[str], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``advise`` without being told to."""
+    hub.here.add("maker/small")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("12\n", "utf-8")
+    said = CliRunner().invoke(main, [*command, "--target", str(tmp_path / "target")])
+    assert said.exit_code == 0, said.output
+    assert "draft auto: maker/small: published for maker/Target" in said.output
+
+
 def test_the_default_target_takes_its_own() -> None:
     """The head that comes with specdec."""
     assert choose("SmolLM2-135M-Instruct", CONFIG).spec.implied

@@ -467,7 +467,9 @@ def test_memory_stays_within_the_plan(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("dflash", [0, 0, 41, 0, 16, 41]),
+        ("dflash", [0, 0, 41, 0, 16, 41]),  # a window is not cut
+        ("dflash2", [0, 0, 41, 24, 16, 41]),
+        ("dspark rnn", [0, 0, 41, 24, 16, 41]),
         ("eagle3", [0, 0, 40, 23, 16, 40]),
         ("peagle", [0, 0, 40, 23, 16, 40]),
     ],
