@@ -227,9 +227,14 @@ def test_faults_change_proposals(
 FEW = 48
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize(
+    ("bits", "backend"), [(None, AT_ONCE), (None, BEHIND), (4, AT_ONCE)]
+)
 def test_rows_of_frequent_tokens(
-    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int | None,
+    backend: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are proposed the best of the first tokens, whichever rows are beside them.
 
@@ -251,20 +256,20 @@ def test_rows_of_frequent_tokens(
     few = head.frequent.logits(hidden)
     assert few.shape[-1] == head.num_frequent == FEW < whole.shape[-1] / 2
     assert mx.allclose(few, whole[..., :FEW], atol=1e-5)
-    runner = ModelRunner(head, "mtp", EngineConfig(prefill_step_size=16), AT_ONCE)
+    runner = ModelRunner(head, "mtp", EngineConfig(prefill_step_size=16), backend)
     drafter = HeadDrafter(
         runner, vocab_size=VOCAB, max_draft_tokens=K, special=[VOCAB - 1]
     )
     rng = np.random.default_rng(3)
-    drawn: Any = [rng.integers(0, FEW if i % 2 else VOCAB - 1, 24) for i in range(6)]
+    drawn: Any = [rng.integers(0, FEW if i % 3 else VOCAB - 1, 24) for i in range(9)]
     prompts = [[*row.tolist(), VOCAB - 1, VOCAB - 1] for row in drawn]
-    lengths = [3, 14, 6, 9, 4, 11]
+    lengths = [3, 14, 6, 9, 4, 11, 16, 13, 8]
     model = target.model
     texts = [[*p, *greedy(model, p, n)] for p, n in zip(prompts, lengths, strict=True)]
     noted = Noted(monkeypatch, texts)
     exact(
         model, None, prompts, lengths,
-        batch_size=3, num_draft_tokens=K, backend=AT_ONCE, drafter=drafter,
+        batch_size=4, num_draft_tokens=K, backend=backend, drafter=drafter,
     )  # fmt: skip
     seen = {True: 0, False: 0}
     for rows, proposed in noted.found:
