@@ -22,7 +22,7 @@ from specdec.errors import ModelError, UnsupportedModelError
 from specdec.models import LoadedModel, load_draft, loading, model_outline
 from specdec.models.draft_heads import BlockConfig, BlockHead, EagleHead, load_head
 from specdec.models.draft_heads.config import spread_layers
-from specdec.models.draft_heads.kinds import head_config
+from specdec.models.draft_heads.kinds import head_config, is_head
 from specdec.models.draft_heads.loading import make_head, read_head_config
 
 from ..gguf_files import random_model, write_model
@@ -579,8 +579,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         published.dflash_config(architectures=["DominoDraftModel"]),
         "kind 'DominoDraftModel', which is not supported: a recurrent network",
     ),
-    "a stage of its target": (
-        {"model_type": "deepseek_v4_dspark", "block_size": 5},
+    "stages of its target": (
+        published.dspark_config(architectures=["DeepseekV4DSparkModel"]),
         "mlx-lm runs none of the targets that it is part of",
     ),
     "another speculator": (
@@ -608,6 +608,15 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(UnsupportedModelError, match=message) as caught:
         loaded(tmp_path, config, lender)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_type_names_a_head() -> None:
+    """mlx-vlm's heads have no architecture; taken for a model, it would be unknown."""
+    config = {"model_type": "deepseek_v4_dspark", "block_size": 5}
+    assert is_head(config)
+    with pytest.raises(UnsupportedModelError, match="mlx-lm runs none of the targets"):
+        head_config(config, (), "the draft")
+    assert not is_head({"model_type": "llama"})
 
 
 @pytest.mark.parametrize("original", [16, None])
