@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
     if name == "__version__":
-        found: Any = _version()
+        value: Any = _version()
     else:
         home = _HOMES.get(name, "errors")
         if home in ("decoder", "parallel"):
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
 
             prepare_process()
         try:
-            found = getattr(import_module(f".{home}", __name__), name)
+            value = getattr(import_module(f".{home}", __name__), name)
         except ImportError as error:
             from .utils.extras import install_backend, is_backend
 
@@ -103,8 +103,8 @@ def __getattr__(name: str) -> Any:
                 f"MLX has no backend here: {install_backend()} ({error})",
                 name=error.name,
             ) from None
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def _version() -> str:

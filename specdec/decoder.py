@@ -368,9 +368,9 @@ class SpecDecoder:
                 token that is not the target's, their grammar cannot be used, or there
                 is no such setting.
         """
-        given = _several(prompts)
+        prompt_list = _several(prompts)
         events = self.stream(
-            given,
+            prompt_list,
             params,
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
@@ -379,7 +379,7 @@ class SpecDecoder:
             **settings,
         )
         if progress:
-            events = _shown(events, len(given), self)
+            events = _shown(events, len(prompt_list), self)
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.index)
 
@@ -414,24 +414,24 @@ class SpecDecoder:
             "chat_template_config": chat_template_config,
             "prefill_response": prefill_response,
         }
-        given = _several(prompts)
-        later = _later_turns(turns, given)
+        prompt_list = _several(prompts)
+        later = _later_turns(turns, prompt_list)
         asked = [
             user(p) if t and isinstance(p, str) else p
-            for p, t in zip(given, later, strict=True)
+            for p, t in zip(prompt_list, later, strict=True)
         ]
         session = self.session()
         refused: list[GenerationResult] = []
         if keep_going:
-            each = per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(prompt_list), settings)
             served = _add_those_that_can(session, asked, each, encoding, refused)
         else:
             encoded = encode_all(
                 self.tokenizer, asked, limit=self.prompt_limit, **encoding
             )
-            each = per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(prompt_list), settings)
             session.add_all(encoded, each)
-            served = list(range(len(given)))
+            served = list(range(len(prompt_list)))
         self.stats = session.stats
         talks = {
             request: Conversation(i, asked[i], list(later[i]), each[i])
@@ -650,7 +650,7 @@ def _later_turns(
     """The turns that follow each prompt, checked."""
     if turns is None:
         return [()] * len(prompts)
-    found = []
+    lists = []
     for each in turns:
         # A string would be taken for one turn per character.
         if not isinstance(each, list | tuple) or not all(
@@ -659,13 +659,13 @@ def _later_turns(
             raise ConfigError(
                 f"turns has {quoted(each)}: give a list of texts for each prompt"
             )
-        found.append(tuple(each))
-    if len(found) != len(prompts):
-        raise ConfigError(f"{len(found)} lists of turns for {len(prompts)} prompts")
-    for i, (prompt, later) in enumerate(zip(prompts, found, strict=True)):
+        lists.append(tuple(each))
+    if len(lists) != len(prompts):
+        raise ConfigError(f"{len(lists)} lists of turns for {len(prompts)} prompts")
+    for i, (prompt, later) in enumerate(zip(prompts, lists, strict=True)):
         if later and not isinstance(prompt, str) and not _are_messages(prompt):
             raise PromptError(f"prompt {i}: turns follow a string or chat messages")
-    return found
+    return lists
 
 
 def _are_messages(prompt: Prompt) -> bool:

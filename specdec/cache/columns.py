@@ -54,7 +54,7 @@ class _Shown:
 
 def _numbers(model: Any, caches: list[Any], columns: int) -> Counter[str]:
     """The constants in a forward of the model, and how often each occurs."""
-    found: Counter[str] = Counter()
+    constants: Counter[str] = Counter()
 
     def forward(tokens: mx.array, offset: mx.array, seen: mx.array) -> Any:
         def shown(cache: Any) -> Any:
@@ -69,16 +69,16 @@ def _numbers(model: Any, caches: list[Any], columns: int) -> Counter[str]:
 
     def see(part: dict[str, Any]) -> None:
         if part.get("name") == "Arange":
-            found[f"{part['arguments']}"] += 1
+            constants[f"{part['arguments']}"] += 1
         for _, array in part.get("constants", ()):
             small = array.size == 1 or mx.issubdtype(array.dtype, mx.integer)
             if small and array.size <= _MOST_NUMBERS:
-                found[f"{array.dtype} {array.tolist()}"] += 1
+                constants[f"{array.dtype} {array.tolist()}"] += 1
 
     seen = mx.array(True)
     tokens, offset = mx.zeros((_ROWS, _TOKENS), mx.int32), mx.array([5, 3, 4])
     mx.export_function(see, forward, tokens, offset, seen)
-    return found
+    return constants
 
 
 # Results by a model's code and arguments, since a trace takes a while.

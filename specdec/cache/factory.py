@@ -120,9 +120,9 @@ def _make(
     if isinstance(cache, mlx_lm_cache.CacheList):
         others = options if options.packs_members else replace(options, kv_bits=None)
         first, *rest = cache.caches
-        made = [_make(first, batch_size, options, settings)]
-        made += [_make(m, batch_size, others, settings) for m in rest]
-        return BatchCacheList(*made)  # type: ignore[arg-type]  # lists do not nest
+        batch_caches = [_make(first, batch_size, options, settings)]
+        batch_caches += [_make(m, batch_size, others, settings) for m in rest]
+        return BatchCacheList(*batch_caches)  # type: ignore[arg-type]  # lists do not nest
     if isinstance(cache, mlx_lm_cache.ArraysCache):
         return BatchRecurrentCache(
             batch_size,

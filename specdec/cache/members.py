@@ -74,8 +74,8 @@ class BatchCacheList:
 
     def fits(self, num_tokens: int) -> bool:
         # Ask all of them, because each may learn its rows' lengths by looking.
-        found = [c.fits(num_tokens) for c in self.caches]
-        return all(found)
+        answers = [c.fits(num_tokens) for c in self.caches]
+        return all(answers)
 
     def begin_like(self, other: BatchCacheList) -> None:
         for c, o in zip(self.caches, other.caches, strict=True):
@@ -112,7 +112,7 @@ class BatchCacheList:
 
 def members(caches: Sequence[Any]) -> list[BatchCache]:
     """The caches of a model's layers, with lists flattened."""
-    found: list[BatchCache] = []
+    flat: list[BatchCache] = []
     for cache in caches:
-        found += cache.caches if isinstance(cache, BatchCacheList) else [cache]
-    return found
+        flat += cache.caches if isinstance(cache, BatchCacheList) else [cache]
+    return flat

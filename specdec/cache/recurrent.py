@@ -444,9 +444,9 @@ class BatchRecurrentCache(BatchCache):
         super().filter(batch_indices)
 
     def _matching(self, other: BatchCache) -> Self:
-        found = super()._matching(other)
-        found._settle()
-        return found
+        matching = super()._matching(other)
+        matching._settle()
+        return matching
 
     def _join(self, parts: Sequence[Self]) -> None:
         for part in parts:
@@ -570,12 +570,12 @@ def _written(
     written: Sequence[tuple[int, Write]], arrays: Arrays
 ) -> list[tuple[int, Write]]:
     """The same writes with other arrays, which are in the writes' order."""
-    made, first = [], 0
+    writes, first = [], 0
     for begin, write in written:
         last = first + len(write.arrays)
-        made.append((begin, write.holding(arrays[first:last])))
+        writes.append((begin, write.holding(arrays[first:last])))
         first = last
-    return made
+    return writes
 
 
 def _without_arrays(written: Sequence[tuple[int, Write]]) -> list[tuple[int, Write]]:

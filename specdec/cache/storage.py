@@ -150,16 +150,16 @@ def placed(arrays: Arrays, updates: Arrays, index: Index) -> Arrays:
     It is one operation for each array, whatever the number of rows: where launches take
     the time, more of them would delay the next round.
     """
-    found = []
+    results = []
     for array, update in zip(arrays, updates, strict=True):
         at = index(array)
         if at.shape[0] < update.shape[0]:
             update = update[: at.shape[0]]
         if at.shape[0] == 1:  # a CPU copies a slice ten times as fast as it scatters
-            found.append(mx.slice_update(array, update, at, axes=(0,)))
+            results.append(mx.slice_update(array, update, at, axes=(0,)))
         else:
-            found.append(mx.put_along_axis(array, at, update, axis=0))
-    return tuple(found)
+            results.append(mx.put_along_axis(array, at, update, axis=0))
+    return tuple(results)
 
 
 class Storage:

@@ -91,8 +91,8 @@ class _Group(click.Group):
             silence_third_parties()
             if launched_rank():
                 follow()
-            given = args[0] if args else extra.get("args")
-            _check_arguments(sys.argv[1:] if given is None else given)
+            arguments = args[0] if args else extra.get("args")
+            _check_arguments(sys.argv[1:] if arguments is None else arguments)
             with Interrupts() as interrupts:
                 extra |= {"obj": interrupts, "standalone_mode": False}
                 sys.exit(_exit_code(partial(click_main, *args, **extra)))

@@ -90,15 +90,15 @@ def bench(
     progress = _Parts(quiet=quiet)
 
     def say_what_is_kept() -> None:
-        kept = "nothing was complete yet"
+        state = "nothing was complete yet"
         if progress.done:
             parts = counted(progress.total, "part")
             are = "is" if progress.done == 1 else "are"
-            kept = (
+            state = (
                 f"{progress.done} of {parts} {are} kept in {folder}; the same command "
                 "continues"
             )
-        show_interrupted(kept)
+        show_interrupted(state)
 
     try:
         with last_words(say_what_is_kept):

@@ -244,13 +244,13 @@ def distill(
     job = Job(wanted, say, requests.check)
 
     def conclude() -> None:
-        kept = "nothing was complete yet"
+        state = "nothing was complete yet"
         if wanted.work.is_dir():
-            kept = (
+            state = (
                 f"what was done is kept in {wanted.work}; the same command with "
                 "--resume continues"
             )
-        show_interrupted(kept)
+        show_interrupted(state)
 
     with requests:
         try:

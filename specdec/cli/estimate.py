@@ -197,7 +197,7 @@ def estimate(
         except UnsupportedModelError:
             return None
 
-    found = Estimate(
+    result = Estimate(
         plan=plan_with(config.kv_bits, config.prefill_step_size),
         kv_bits=config.kv_bits,
         context=context,
@@ -208,14 +208,14 @@ def estimate(
         choosing=FILTERED if temp > 0 else GREEDY,
         context_length=own_context,
     )
-    show(json_text(found.as_dict(), indent=2) if as_json else found.table())
+    show(json_text(result.as_dict(), indent=2) if as_json else result.table())
     if assumed:
         note(f"assumed: {'; '.join(assumed)}")
-    k, asked = found.plan.num_draft_tokens, config.num_draft_tokens
+    k, asked = result.plan.num_draft_tokens, config.num_draft_tokens
     if spec is not None and asked not in ("auto", k):
         note(f"the draft proposes up to {k} tokens in a round, not {asked}")
     if vocabulary is not None:
         shared = share_text(vocabulary.share)
         note(f"the draft has another vocabulary{shared}")
-    if found.fits is False:
+    if result.fits is False:
         sys.exit(FAILURE)

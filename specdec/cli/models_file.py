@@ -63,16 +63,16 @@ def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any
 def _arguments(
     path: str, name: str, model: Mapping[str, Any], common: Mapping[str, Any]
 ) -> dict[str, Any]:
-    own = dict(model)
+    arguments = dict(model)
     settings: dict[str, Any] = {"memory_limit": None}
     try:
-        if (limit := own.pop("memory_limit", None)) is not None:
+        if (limit := arguments.pop("memory_limit", None)) is not None:
             settings["memory_limit"] = parse_size(str(limit))
-        if (batch := own.pop("batch", None)) is not None:
+        if (batch := arguments.pop("batch", None)) is not None:
             settings["batch_size"] = batch
-        if (tokens := own.pop("num_draft_tokens", None)) is not None:
+        if (tokens := arguments.pop("num_draft_tokens", None)) is not None:
             settings["num_draft_tokens"] = tokens
         config: EngineConfig = replace(common["config"], **settings)
     except ConfigError as error:
         raise ConfigError(f"--models {path}: models.{name}: {error}") from error
-    return {**common, "draft": None, **own, "config": config}
+    return {**common, "draft": None, **arguments, "config": config}

@@ -106,14 +106,16 @@ def grouped(
     command: click.Command, ctx: click.Context
 ) -> dict[str, list[click.Option]]:
     """The options of a command's help page, by the titles of their groups."""
-    found = {p.name: p for p in command.get_params(ctx) if isinstance(p, click.Option)}
-    if len(found) < _FEW:
-        return {"Options": list(found.values())}
+    remaining = {
+        p.name: p for p in command.get_params(ctx) if isinstance(p, click.Option)
+    }
+    if len(remaining) < _FEW:
+        return {"Options": list(remaining.values())}
     groups = {
-        title: [found.pop(name) for name in names if name in found]
+        title: [remaining.pop(name) for name in names if name in remaining]
         for title, names in GROUPS.items()
     }
-    groups["Output"] += found.values()
+    groups["Output"] += remaining.values()
     return {title: some for title, some in groups.items() if some}
 
 
@@ -154,8 +156,8 @@ def packed(name: str, read: Callable[..., Any], *some: Option) -> Option:
     def give(command: F) -> Any:
         @wraps(command)
         def call(**values: Any) -> Any:
-            own = {each: values.pop(each) for each in names}
-            return command(**{name: read(**own)}, **values)
+            group = {each: values.pop(each) for each in names}
+            return command(**{name: read(**group)}, **values)
 
         return added(call, some)
 
@@ -249,15 +251,15 @@ def documented(kind: Any) -> dict[str, tuple[str, str]]:
     """
     text = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
     text = text.partition("\n\n")[0]
-    found = {}
+    texts = {}
     entry = r"(?m)^    ([a-z]\w*(?:, \w+)*):\s((?:.|\n {8})*)"
     for names, said in re.findall(entry, text):
         plain = re.sub(r" \([^()]*``[^()]*\)", "", " ".join(said.split()))
         plain, _, unset = plain.partition(" ``None``: ")
         plain = plain.replace("``", "").rstrip(".;,") + "."
         for name in names.split(", "):
-            found[name] = plain[:1].upper() + plain[1:], unset.rstrip(".")
-    return found
+            texts[name] = plain[:1].upper() + plain[1:], unset.rstrip(".")
+    return texts
 
 
 def _filled(
@@ -462,12 +464,12 @@ class Models:
             _check_no_draft(draft)
         if is_given("verification") and given("temp") == 0:
             raise click.UsageError(_alike("--temp above 0"))
-        found = {name: value for name, value in origins.items() if value is not None}
-        for name, value in found.items():
+        places = {name: value for name, value in origins.items() if value is not None}
+        for name, value in places.items():
             if not value.strip():
                 what = "branch, tag or commit" if name == "revision" else "folder"
                 raise click.UsageError(f"{dashed(name)} is empty: name a {what}")
-        loading = {"dtype": dtype, "trust_remote_code": trust_remote_code, **found}
+        loading = {"dtype": dtype, "trust_remote_code": trust_remote_code, **places}
         return cls(target, draft, spec, loading, may_download)
 
     def automatic(self) -> Models:
@@ -584,8 +586,8 @@ def engine(*some: Option, **more: Any) -> Option:
                 raise click.UsageError(
                     f"{dashed(name)} needs --kv-bits: add --kv-bits 4 or 8"
                 )
-        found = {name: value for name, value in values.items() if value is not None}
-        return EngineConfig(**{**more, **found})
+        settings = {name: value for name, value in values.items() if value is not None}
+        return EngineConfig(**{**more, **settings})
 
     return packed("config", read, *some)
 
@@ -602,13 +604,13 @@ def chat_template_config() -> Option:
         if text is None:
             return None
         try:
-            found: dict[str, Any] = check_shape(parse_json(text), {})
+            parsed_value: dict[str, Any] = check_shape(parse_json(text), {})
         except DataError as error:
             raise click.UsageError(
                 f"--chat-template-config: {error}: write an object, such as "
                 "'{\"enable_thinking\": false}'"
             ) from error
-        return found
+        return parsed_value
 
     return click.option(
         "--chat-template-config",
@@ -619,14 +621,14 @@ def chat_template_config() -> Option:
 
 
 def _encoding(*, ignore_chat_template: bool, **values: Any) -> Encoding:
-    found = {name: value for name, value in values.items() if value is not None}
-    if ignore_chat_template and found:
+    settings = {name: value for name, value in values.items() if value is not None}
+    if ignore_chat_template and settings:
         raise click.UsageError(
-            f"{dashed(next(iter(found)))} needs the chat template: leave out "
+            f"{dashed(next(iter(settings)))} needs the chat template: leave out "
             "--ignore-chat-template"
         )
     encoding: Encoding = {"ignore_chat_template": ignore_chat_template}
-    encoding.update(found)  # type: ignore[typeddict-item]
+    encoding.update(settings)  # type: ignore[typeddict-item]
     return encoding
 
 
@@ -663,15 +665,15 @@ def _grammar(
     if len(names) > 1:
         raise click.UsageError(f"{names[0]} and {names[1]}: give one of them")
     if regex is not None:
-        found = Grammar.regex(regex)
+        grammar = Grammar.regex(regex)
     elif json_schema is not None:
-        found = Grammar.json_schema(_read(json_schema))
+        grammar = Grammar.json_schema(_read(json_schema))
     elif grammar_file is not None:
-        found = Grammar.lark(_read(grammar_file))
+        grammar = Grammar.lark(_read(grammar_file))
     else:
         return None
-    check_grammar(found)
-    return found
+    check_grammar(grammar)
+    return grammar
 
 
 def _read(file: str) -> str:
@@ -800,8 +802,8 @@ def with_options(error: ConfigError, command: click.Command) -> ConfigError:
         if isinstance(option, click.Option)
     }
 
-    def named(found: re.Match[str]) -> str:
-        field = found.group()
+    def named(match: re.Match[str]) -> str:
+        field = match.group()
         return options.get(_NAMED.get(field, field), field)
 
     message = re.sub(r"^\w+(?= is )", named, str(error))

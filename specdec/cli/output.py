@@ -313,9 +313,9 @@ def note_products(
         note(text)
 
 
-def show_interrupted(kept: str | None = None) -> None:
+def show_interrupted(state: str | None = None) -> None:
     """Report an interrupt, and what was kept if the command keeps anything."""
-    show("specdec: interrupted" + (f": {kept}" if kept else ""), err=True)
+    show("specdec: interrupted" + (f": {state}" if state else ""), err=True)
     interrupt_shown.set()
 
 
@@ -421,8 +421,8 @@ def _stray(error: click.UsageError) -> str:
 
 def _elsewhere(message: str) -> str:
     """A hint for a command of another program."""
-    found = re.match(r"No such command '(.*)'\.$", message)
-    meant = _COMMANDS_ELSEWHERE.get(found[1].lower()) if found else None
+    match = re.match(r"No such command '(.*)'\.$", message)
+    meant = _COMMANDS_ELSEWHERE.get(match[1].lower()) if match else None
     return f" Did you mean '{meant}'?" if meant else ""
 
 
@@ -444,12 +444,12 @@ def _unknown(error: click.NoSuchOption) -> str:
     }
     name = name.lstrip("-")
     if name in _ELSEWHERE:
-        found = _ELSEWHERE[name] if _ELSEWHERE[name] in known else None
+        closest = _ELSEWHERE[name] if _ELSEWHERE[name] in known else None
     else:
-        begun = [o for o in known if o.startswith(name) or name.startswith(o)]
-        sure = len(begun) == 1 and len(name) > 2
-        found = begun[0] if sure else nearest(name, known, cutoff=_NEAR)
-    return message if found is None else f"{message} Did you mean {known[found]!r}?"
+        candidates = [o for o in known if o.startswith(name) or name.startswith(o)]
+        sure = len(candidates) == 1 and len(name) > 2
+        closest = candidates[0] if sure else nearest(name, known, cutoff=_NEAR)
+    return message if closest is None else f"{message} Did you mean {known[closest]!r}?"
 
 
 # Commands of mlx-lm, vLLM, llama.cpp and others that have another name here.
@@ -519,10 +519,10 @@ def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
     try:
         yield
     except SpecdecError as error:
-        found = re.match(r"prompt (\d+)(?=: )", str(error))
-        if found is None:
+        match = re.match(r"prompt (\d+)(?=: )", str(error))
+        if match is None:
             raise
-        message = name_of(int(found[1]), records) + str(error)[found.end() :]
+        message = name_of(int(match[1]), records) + str(error)[match.end() :]
         raise type(error)(message) from error
 
 

@@ -158,7 +158,7 @@ def finished_in(
         return Finished(path, {})
     except OSError as error:
         raise click.UsageError(f"--output {path}: {error.strerror}") from error
-    kept: dict[int, str] = {}
+    lines_by_index: dict[int, str] = {}
     lines = data.removeprefix(BOM_UTF8).decode(errors="surrogateescape").split("\n")
     for number, line in enumerate(lines, 1):
         written = line.replace("\0", "").strip()
@@ -183,8 +183,8 @@ def finished_in(
         if row.get("finish_reason") in ("stop", "length") and _is_whole(row):
             if other := _other_settings(row, settings[index]):
                 raise _foreign(path, number, other)
-            kept.setdefault(index, json_text(row))
-    return Finished(path, kept, private, data)
+            lines_by_index.setdefault(index, json_text(row))
+    return Finished(path, lines_by_index, private, data)
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:

@@ -223,9 +223,9 @@ def run(
     def line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
         if output_format == "openai":
             return openai_line(result, record, model=job.target_name)
-        own = of_all[result.index] if isinstance(of_all, list) else of_all
+        params = of_all[result.index] if isinstance(of_all, list) else of_all
         line = line_of_result(result, record)
-        return {**line, "settings": settings_of(own, common)}
+        return {**line, "settings": settings_of(params, common)}
 
     total = len(left) + turns
     unit = "turn" if turns else "prompt"
@@ -457,8 +457,8 @@ def _note_what_does_nothing(
     notes = []
     if options.is_given("seed") and not any(params.draws for params in each):
         notes.append("--seed has no effect at --temp 0: nothing is drawn")
-    if (found := re.search(r"(?:^|\+)layers:(\d{1,6})$", draft or "")) is not None:
-        n = int(found[1])
+    if (match := re.search(r"(?:^|\+)layers:(\d{1,6})$", draft or "")) is not None:
+        n = int(match[1])
         notes.append(
             f"layers:{n} is layer {n} alone; the first {n} are layers:0-{n - 1}"
             if n > 1

@@ -292,8 +292,12 @@ def _serve_models(
     limits = [each["config"].memory_limit for each in offers.values()]
     total = limit or backend.memory_size() or sum(filter(None, limits))
     each = [
-        Offer(name, own or total, context_of(offer["target"], offer.get("revision")))
-        for (name, offer), own in zip(offers.items(), limits, strict=True)
+        Offer(
+            name,
+            limit_of_model or total,
+            context_of(offer["target"], offer.get("revision")),
+        )
+        for (name, offer), limit_of_model in zip(offers.items(), limits, strict=True)
     ]
     if (largest := max(each, key=lambda offer: offer.nbytes)).nbytes > total:
         raise ConfigError(

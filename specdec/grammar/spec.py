@@ -181,6 +181,6 @@ def _joined_terminals(text: str) -> int:
     """As above for Lark: how many terminals ``&`` joins, plus patterns of ``%json``."""
     joined = _LITERAL.sub("", text).count("&")
     if "%json" in text:
-        plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
+        plain = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
         joined += plain.count('"pattern"')
     return joined

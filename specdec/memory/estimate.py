@@ -178,7 +178,7 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """The whole estimate for JSON, with sizes in bytes."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "target": self.plan.target.name,
             "draft": self.plan.draft.name if self.plan.draft else None,
             "context": self.context,
@@ -193,7 +193,7 @@ class Estimate:
             "fits": self.fits,
         }
         if self.limit is not None:
-            found |= {
+            fields |= {
                 "largest_context": self.largest_context(),
                 "largest_batch": self.largest_batch(),
                 "suggested_kv_bits": self.suggested_kv_bits(),
@@ -203,7 +203,7 @@ class Estimate:
                     for change in self.changes()
                 ],
             }
-        return found
+        return fields
 
     def table(self) -> str:
         """The parts of each moment in columns, and what fits, as text."""

@@ -94,8 +94,8 @@ def plan_memory(
         # The draft may share weights with its target.
         lent = {id(array) for _, array in arrays_of(target.model)}
         arrays = {id(array): array for _, array in arrays_of(draft.model)}
-        own = sum(array.nbytes for i, array in arrays.items() if i not in lent)
-        planned = replace(described[1], weight_bytes=own)
+        draft_bytes = sum(array.nbytes for i, array in arrays.items() if i not in lent)
+        planned = replace(described[1], weight_bytes=draft_bytes)
     return MemoryPlan(
         target=described[0],
         draft=planned,
@@ -204,9 +204,9 @@ def _forward(
     model: nn.Module, name: str, options: CacheOptions
 ) -> tuple[list[BatchCache], mx.array]:
     """The caches that a forward of one token leaves, and its logits."""
-    made = make_batch_caches(model, 1, options, name)
-    logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=made)
-    return members(made), logits
+    caches = make_batch_caches(model, 1, options, name)
+    logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=caches)
+    return members(caches), logits
 
 
 def _cache_geometry(cache: BatchCache) -> CacheGeometry:

@@ -40,9 +40,9 @@ class Audit:
 
     def holdings(self, folder: Path) -> list[Holdings]:
         """The sound entries by signature, the most recently used first."""
-        found: dict[str, Holdings] = {}
+        by_signature: dict[str, Holdings] = {}
         for file in self.sound:
-            each = found.setdefault(
+            each = by_signature.setdefault(
                 file.signature, Holdings(file.signature, file.model)
             )
             each.entries += 1
@@ -51,7 +51,7 @@ class Audit:
             with suppress(OSError):  # removed meanwhile
                 used = (folder / file.name).stat().st_mtime
                 each.last_used = max(each.last_used, used)
-        return sorted(found.values(), key=lambda each: -each.last_used)
+        return sorted(by_signature.values(), key=lambda each: -each.last_used)
 
 
 def audit(folder: Path, *, contents: bool = False) -> Audit:
@@ -63,10 +63,10 @@ def audit(folder: Path, *, contents: bool = False) -> Audit:
     Raises:
         OSError: the folder cannot be read.
     """
-    result, found = Audit(), []
+    result, files = Audit(), []
     for path in _entries(folder):
         try:
-            found.append(read_header(path))
+            files.append(read_header(path))
             if contents:
                 read_verified(path)
         except DamagedError as error:
@@ -74,7 +74,7 @@ def audit(folder: Path, *, contents: bool = False) -> Audit:
         except OSError as error:
             result.damaged[path.name] = f"it cannot be read ({error.strerror})"
     reachable: set[str] = set()
-    for file in sorted(found, key=lambda file: file.start):
+    for file in sorted(files, key=lambda file: file.start):
         if file.name in result.damaged:
             continue
         if file.is_first or file.parent in reachable:
@@ -91,16 +91,16 @@ def remove(folder: Path, names: list[str]) -> dict[str, str]:
     Returns:
         Names that could not be removed, and why.
     """
-    kept: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for name in names:
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
-            kept[name] = error.strerror or repr(error)
+            failures[name] = error.strerror or repr(error)
     for path in folder.iterdir():
         if is_temporary(path.name):
             remove_leftover(path)
-    return kept
+    return failures
 
 
 def _entries(folder: Path) -> Iterator[Path]:

@@ -130,7 +130,7 @@ class DiskTier:
                     self._drop_name(file)
 
     def _add(self, names: Iterable[str]) -> None:
-        found: list[tuple[float, File]] = []
+        files: list[tuple[float, File]] = []
         for name in names:
             path = self.folder / name
             try:
@@ -138,7 +138,7 @@ class DiskTier:
                 if file.nbytes > self.budget:  # else it would evict all others
                     self._unlink(name)
                     continue
-                found.append((path.stat().st_mtime, file))
+                files.append((path.stat().st_mtime, file))
                 _make_private(path, 0o600)
             except DamagedError as error:
                 self._remove_damaged(name, error)
@@ -147,7 +147,7 @@ class DiskTier:
             except OSError as error:
                 self._warn_once(f"{name} cannot be read ({error.strerror})")
         waiting = {}
-        for _, file in sorted(found, key=lambda f: f[1].start):
+        for _, file in sorted(files, key=lambda f: f[1].start):
             if not self._attach(file):
                 waiting[file.name] = file.nbytes
         before = set(self._orphans)
@@ -157,7 +157,7 @@ class DiskTier:
                 self._unlink(name)
             else:
                 self._orphans[name] = nbytes
-        for _, file in sorted(found, key=lambda f: f[0]):
+        for _, file in sorted(files, key=lambda f: f[0]):
             if file.name in self._known:
                 self._tree.touch(self._nodes[file.place])
 

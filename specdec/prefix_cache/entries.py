@@ -50,7 +50,7 @@ class Plan(Generic[E]):
     ring: E | None = None
 
 
-def plan(found: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E]:
+def plan(entries: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E]:
     """The longest prefix that entries serve.
 
     Args:
@@ -58,15 +58,15 @@ def plan(found: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E
             prompt. The first of equally good entries is taken.
         linear, rings: which kinds of caches the model has; one or both.
     """
-    found = list(found)
+    entries = list(entries)
     chain: list[E] = []
     length = 0
     if linear:
-        length, chain = chained(found)
+        length, chain = chained(entries)
     ring = None
     if rings:
         longest, length = length, 0
-        for entry, shared in found:
+        for entry, shared in entries:
             end = min(shared, entry.end)
             if linear:
                 end = min(end, longest)
@@ -76,10 +76,10 @@ def plan(found: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E
     return Plan(length, blocks, ring)
 
 
-def chained(found: Iterable[tuple[E, int]]) -> tuple[int, list[E]]:
+def chained(entries: Iterable[tuple[E, int]]) -> tuple[int, list[E]]:
     """How many first tokens blocks hold without a gap, and those blocks."""
     best: dict[int, tuple[int, E]] = {}
-    for entry, shared in found:
+    for entry, shared in entries:
         end = min(shared, entry.end)
         if entry.kind != "block" or end <= entry.start:
             continue

@@ -124,7 +124,7 @@ def read_header(path: Path) -> File:
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
         raise DamagedError("it is of another format or version")
     try:
-        found = File(
+        entry = File(
             name=path.name,
             kind="block" if parts[1] == "block" else "ring",
             place=parts[2],
@@ -138,18 +138,18 @@ def read_header(path: Path) -> File:
         )
     except (ValueError, KeyError) as error:
         raise DamagedError(_NOT_OURS) from error
-    if fields != found.fields():  # numbers in another form, or more fields
+    if fields != entry.fields():  # numbers in another form, or more fields
         raise DamagedError(_NOT_OURS)
-    if not _is_possible(found):
+    if not _is_possible(entry):
         raise DamagedError("it cannot lie where it says")
     # A client's first entry after shared ones says whose it is.
-    ways: tuple[tuple[int | str, ...], ...] = (), (found.signature,)
-    keys = [place_key(found.parent, (*way, *found.tokens)) for way in ways]
-    if found.place not in keys or not found.tokens:
+    ways: tuple[tuple[int | str, ...], ...] = (), (entry.signature,)
+    keys = [place_key(entry.parent, (*way, *entry.tokens)) for way in ways]
+    if entry.place not in keys or not entry.tokens:
         raise DamagedError("its tokens do not lead to its place")
     if nbytes != 8 + length + max((a.end for a in arrays.values()), default=0):
         raise DamagedError("it is cut short, or longer than it says")
-    return found
+    return entry
 
 
 def tensors(data: bytes) -> dict[str, Tensor]:
@@ -162,10 +162,10 @@ def tensors(data: bytes) -> dict[str, Tensor]:
         DamagedError: the contents do not describe their arrays.
     """
     first = 8 + int.from_bytes(data[:8], "little")
-    _, found = _parsed(data[8:first])
+    _, entries = _parsed(data[8:first])
     arrays = {
         name: Tensor(a.dtype, a.shape, first + a.begin, first + a.end)
-        for name, a in found.items()
+        for name, a in entries.items()
     }
     if max((a.end for a in arrays.values()), default=first) != len(data):
         raise DamagedError("it is cut short, or longer than it says")
@@ -194,7 +194,7 @@ def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         # A file may hold any text, nested to any depth.
         named = json.loads(header)
         fields = named.pop("__metadata__")
-        found = {name: _tensor(entry) for name, entry in named.items()}
+        entries = {name: _tensor(entry) for name, entry in named.items()}
     except (
         ValueError,
         KeyError,
@@ -208,11 +208,11 @@ def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not all(isinstance(text, str) for text in fields.values()):
         raise DamagedError(_NOT_OURS)
     end = 0
-    for tensor in sorted(found.values(), key=lambda a: (a.begin, a.end)):
+    for tensor in sorted(entries.values(), key=lambda a: (a.begin, a.end)):
         if tensor.begin != end or tensor.end < end:
             raise DamagedError("its arrays do not follow each other")
         end = tensor.end
-    return fields, found
+    return fields, entries
 
 
 def _tensor(entry: Any) -> Tensor:

@@ -163,9 +163,9 @@ class RadixTree(Generic[V]):
         while length < len(tokens):
             child = node.children.get(tokens[length])
             if child is None:
-                made = Node(tokens[length:], len(tokens), node)
-                node.children[tokens[length]] = made
-                return made
+                leaf = Node(tokens[length:], len(tokens), node)
+                node.children[tokens[length]] = leaf
+                return leaf
             shared = _shared(child, tokens, length)
             if shared < len(child.edge):
                 child = self._split(child, shared)

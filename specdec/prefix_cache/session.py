@@ -59,8 +59,8 @@ class ModelPrefixes:
     @property
     def signature(self) -> str:
         """The signature that the model's entries begin with; new weights change it."""
-        found = [weights.replaced() for weights in self._weights]  # updates each one
-        if any(found):
+        replaced = [weights.replaced() for weights in self._weights]  # updates each one
+        if any(replaced):
             self._describe()
         return self._signature
 
@@ -130,8 +130,8 @@ class PrefixSession:
         self._store = prefixes.store
         self._max_write = max_write
         self._signature = prefixes.signature
-        own = self._signature
-        self._rows = [_Row(tokens, [own], own) for tokens in prompts]
+        signature = self._signature
+        self._rows = [_Row(tokens, [signature], signature) for tokens in prompts]
 
     def separate(
         self, salts: Sequence[str | None], clients: Sequence[str | None]
@@ -171,13 +171,13 @@ class PrefixSession:
         for i, row in enumerate(self._rows):
             if i in without:
                 continue
-            found = self._store.lookup(row.root, row.tokens, form, row.answers)
-            if found.private is not None:
-                row.keep_private(found.private, self._store.block_size)
-            row.plan, row.shared = found.plan, found.shared
-            row.covered = found.covered
-            row.reused = found.plan.length
-            ring = found.plan.ring
+            match = self._store.lookup(row.root, row.tokens, form, row.answers)
+            if match.private is not None:
+                row.keep_private(match.private, self._store.block_size)
+            row.plan, row.shared = match.plan, match.shared
+            row.covered = match.covered
+            row.reused = match.plan.length
+            ring = match.plan.ring
             row.slack = 0 if ring is None else row.reused - (ring.end - ring.slack)
             if row.reused:
                 yield

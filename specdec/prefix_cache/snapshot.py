@@ -190,15 +190,15 @@ def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
     ends = [c for _, c in ring_caches(caches)] + recurrent_caches(caches)
     order |= {id(c): i for i, c in enumerate(ends)}
 
-    def made(cache: Any) -> Any:
+    def empty(cache: Any) -> Any:
         if isinstance(cache, BatchCacheList):
-            return BatchCacheList(*map(made, cache.caches))
+            return BatchCacheList(*map(empty, cache.caches))
         index = order[id(cache)]
         new = cache.refilled([_row(plan, index, cache) for plan in rows])
         mx.eval(new.state)  # layer by layer, so that only one is held twice
         return new
 
-    return [made(cache) for cache in caches]
+    return [empty(cache) for cache in caches]
 
 
 def _row(
@@ -246,12 +246,12 @@ def unpack(
     Raises:
         DamagedError: ``data`` does not hold a piece of this form.
     """
-    found = tensors(data)
+    entries = tensors(data)
     pieces: list[Arrays] = []
     for i, wanted in enumerate(form.shapes(kind, start, end, slack)):
         arrays = []
         for j, (dtype, shape) in enumerate(wanted):
-            tensor = found.pop(f"{i}.{j}", None)
+            tensor = entries.pop(f"{i}.{j}", None)
             size = math.prod(shape) * dtype.size
             if (
                 tensor is None
@@ -262,7 +262,7 @@ def unpack(
             words = np.frombuffer(data, np.uint8, size, tensor.begin)
             arrays.append(mx.array(words).view(dtype).reshape(shape))
         pieces.append(tuple(arrays))
-    if found:
+    if entries:
         raise DamagedError(_OTHER)
     floats = [a for each in pieces for a in each if mx.issubdtype(a.dtype, mx.floating)]
     finite = [mx.isfinite(a).all() for a in floats]

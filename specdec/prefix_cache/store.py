@@ -163,9 +163,9 @@ class PrefixStore:
         while True:
             matches = [self._memory.match(path) for path in paths]
             shared = max(max(match.length - 1, 0) for match in matches)
-            found: list[tuple[Piece | File, int]] = []
+            matched: list[tuple[Piece | File, int]] = []
             files: list[tuple[File, int]] = []
-            own: set[int] = set()
+            private: set[int] = set()
             for path, match in zip(paths, matches, strict=True):
                 entries: list[tuple[Piece | File, int]] = [*reached(match)]
                 if self.disk is not None:
@@ -173,15 +173,15 @@ class PrefixStore:
                     shared = max(shared, on_disk)
                     entries += there
                     files += there
-                found += entries
+                matched += entries
                 if path is not paths[0]:
-                    own = {id(entry) for entry, _ in entries}
-            covered, _ = chained(found if self.disk is None else files)
-            best = plan(found, linear=bool(form.linear), rings=form.has_ends)
+                    private = {id(entry) for entry, _ in entries}
+            covered, _ = chained(matched if self.disk is None else files)
+            best = plan(matched, linear=bool(form.linear), rings=form.has_ends)
             if best.length < self.min_length:
                 return Found(Plan(0), shared, covered)
             used = [*best.blocks, *([best.ring] if best.ring else [])]
-            starts = [entry.start for entry in used if id(entry) in own]
+            starts = [entry.start for entry in used if id(entry) in private]
             loaded = self._load(best, form)
             if loaded is not None:
                 # The client's own entries stand on shared ones, which go last.

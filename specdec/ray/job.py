@@ -221,7 +221,7 @@ def _nothing_shown() -> Iterator[None]:
     Ray's core writes debugging lines there; failures come as exceptions.
     """
     try:
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except OSError:  # standard error is closed
         yield
         return
@@ -230,29 +230,29 @@ def _nothing_shown() -> Iterator[None]:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _everywhere(loading: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with absolute paths, as workers run in other folders."""
-    found = dict(loading)
+    arguments = dict(loading)
     for name in ("target", "draft", "adapter_path", "draft_adapter_path"):
-        looked_up, plus, path = str(found.get(name) or "").rpartition("ngram+")
+        looked_up, plus, path = str(arguments.get(name) or "").rpartition("ngram+")
         if not looked_up and os.path.exists(path):
-            found[name] = plus + os.path.abspath(path)
-    config: EngineConfig = found["config"]
+            arguments[name] = plus + os.path.abspath(path)
+    config: EngineConfig = arguments["config"]
     if config.prefix_cache is not None:
         folder = os.path.abspath(config.prefix_cache)
-        found["config"] = replace(config, prefix_cache=folder)
-    return found
+        arguments["config"] = replace(config, prefix_cache=folder)
+    return arguments
 
 
 def _error_of(error: Exception) -> Exception:
     """The error of a failed job: the worker's own error, if there is one."""
-    found = re.findall(r"specdec\.errors\.(\w+): (.*)", str(error))
-    if found:
-        kind, text = found[-1]
+    named = re.findall(r"specdec\.errors\.(\w+): (.*)", str(error))
+    if named:
+        kind, text = named[-1]
         return getattr(errors, kind, ServerError)(text)
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     return ServerError(f"the Ray job failed: {one_line(lines[-1])}: run with --resume")

@@ -96,10 +96,10 @@ class SpecDecodeStage(Worker):
 
     async def __call__(self, batch: Any) -> Any:
         """The rows of a batch with their results, in their order."""
-        given: dict[str, Any] = {}
+        columns_in: dict[str, Any] = {}
         if hasattr(batch, "to_pydict"):  # a pyarrow table, whose columns have types
             table: Any = batch
-            given = {name: table.column(name) for name in table.column_names}
+            columns_in = {name: table.column(name) for name in table.column_names}
             batch = table.to_pydict()
         columns = {name: list(map(_plain, batch[name])) for name in batch}
         rows = [
@@ -107,7 +107,7 @@ class SpecDecodeStage(Worker):
             for values in zip(*columns.values(), strict=True)
         ]
         results = await asyncio.gather(*map(self._row, range(len(rows)), rows))
-        return _table({**columns, **given}, results)
+        return _table({**columns, **columns_in}, results)
 
     async def _row(self, at: int, row: Mapping[str, Any]) -> GenerationResult:
         number, index = at, None
@@ -115,10 +115,12 @@ class SpecDecodeStage(Worker):
         if prompt is None:
             prompt = row.get("messages")
         try:
-            if (given := row.get("index")) is not None:
-                if type(_whole(given)) is not int:
-                    raise ConfigError(f"index is {quoted(given)}: give a whole number")
-                number = index = _whole(given)
+            if (index_in := row.get("index")) is not None:
+                if type(_whole(index_in)) is not int:
+                    raise ConfigError(
+                        f"index is {quoted(index_in)}: give a whole number"
+                    )
+                number = index = _whole(index_in)
             if prompt is None:
                 raise PromptError("the row has neither prompt nor messages")
             params = self._params_of(row, index)
@@ -128,10 +130,10 @@ class SpecDecodeStage(Worker):
         return await self.decode(number, prompt, params)
 
     def _params_of(self, row: Mapping[str, Any], index: Any) -> SamplingParams:
-        found = {name: row[name] for name in JSON_SETTINGS & row.keys()}
+        values = {name: row[name] for name in JSON_SETTINGS & row.keys()}
         settings = {
             name: _whole(value) if name in _WHOLE else value
-            for name, value in found.items()
+            for name, value in values.items()
             if value is not None
         }
         params = self._params.updated(settings)
@@ -171,7 +173,7 @@ def _table(columns: Mapping[str, Any], results: Sequence[GenerationResult]) -> A
 
     lines = [result.to_dict() for result in results]
     logprobs = any("logprobs" in line for line in lines)
-    made = {
+    columns_out = {
         name: pa.array(values) if isinstance(values, list) else values
         for name, values in columns.items()
     }
@@ -182,5 +184,5 @@ def _table(columns: Mapping[str, Any], results: Sequence[GenerationResult]) -> A
             kind = getattr(pa, _TYPES[name])()
         elif name in _LISTS:
             kind = pa.list_(getattr(pa, _LISTS[name])())
-        made[name] = pa.array([line.get(name) for line in lines], type=kind)
-    return pa.table(made)
+        columns_out[name] = pa.array([line.get(name) for line in lines], type=kind)
+    return pa.table(columns_out)

@@ -93,7 +93,7 @@ class Adjustments:
         first_end = [
             n + p.min_tokens for p, n in zip(params, prompt_lengths, strict=True)
         ]
-        made = cls(
+        adjustments = cls(
             bias=_scattered(biases, vocab_size) if any(biases) else None,
             early=(
                 _scattered([dict.fromkeys(e, 1.0) for e in ends], vocab_size) > 0
@@ -111,8 +111,14 @@ class Adjustments:
                 [(p.frequency_penalty, p.frequency_context_size) for p in params], 0.0
             ),
         )
-        used = (made.bias, made.early, made.repetition, made.presence, made.frequency)
-        return None if all(part is None for part in used) else made
+        used = (
+            adjustments.bias,
+            adjustments.early,
+            adjustments.repetition,
+            adjustments.presence,
+            adjustments.frequency,
+        )
+        return None if all(part is None for part in used) else adjustments
 
     def apply(
         self, logits: mx.array, windows: mx.array, positions: mx.array

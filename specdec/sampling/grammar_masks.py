@@ -75,9 +75,9 @@ class GrammarMasks:
         tokens = [[0] * (num_tokens - 1) for _ in range(num_rows)]
         lengths = [0] * num_rows
         for row, path in self._paths.items():
-            found = path.state.forced()[: path.most]
-            tokens[row][: len(found)] = found
-            lengths[row] = len(found)
+            forced_tokens = path.state.forced()[: path.most]
+            tokens[row][: len(forced_tokens)] = forced_tokens
+            lengths[row] = len(forced_tokens)
         return tokens, lengths
 
     def mask(self, logits: mx.array, proposed: mx.array) -> mx.array:

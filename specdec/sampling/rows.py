@@ -167,8 +167,8 @@ class RowSampling:
         drawn = mx.softmax(self.filtered(logits, draws) / warm, axis=-1)
         best = mx.argmax(logits, axis=-1, keepdims=True)
         one_hot = (mx.arange(logits.shape[-1]) == best).astype(mx.float32)
-        found = mx.where(cold, one_hot, drawn)
+        probabilities = mx.where(cold, one_hot, drawn)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
-            found = mx.pad(found, [(0, 0), (0, 0), (0, missing)])
-        return found
+            probabilities = mx.pad(probabilities, [(0, 0), (0, 0), (0, missing)])
+        return probabilities

@@ -172,14 +172,14 @@ def survival_of(
 
 def extrapolated(survival: Sequence[float], k: int) -> tuple[float, ...]:
     """``survival`` up to position ``k``, continued by its last conditional chance."""
-    found = list(survival[:k])
-    if not found:
+    chances = list(survival[:k])
+    if not chances:
         return (0.0,) * k
-    before = found[-2] if len(found) > 1 else 1.0
-    chance = found[-1] / before if before else 0.0
-    while len(found) < k:
-        found.append(found[-1] * chance)
-    return tuple(found)
+    before = chances[-2] if len(chances) > 1 else 1.0
+    chance = chances[-1] / before if before else 0.0
+    while len(chances) < k:
+        chances.append(chances[-1] * chance)
+    return tuple(chances)
 
 
 def advise(

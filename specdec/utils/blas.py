@@ -155,8 +155,8 @@ def mlx_is_for_cpu() -> bool:
 
 def _load(shim: Path) -> None:
     """Load the library for all; one that others could have written is refused."""
-    found = shim.lstat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+    status = shim.lstat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise PermissionError(f"{shim} is not this user's own")
     global _set_threads
     library = ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
@@ -168,10 +168,10 @@ def _load(shim: Path) -> None:
 def _compile(library: Path, shim: Path) -> None:
     """Compile the library and load it; keep it, if the cache folder can be written."""
     with TemporaryDirectory(prefix="specdec-") as folder:
-        made = Path(folder, shim.name)
+        compiled = Path(folder, shim.name)
         subprocess.run(
             [
-                *("g++", "-shared", "-fPIC", "-O2", "-o", str(made)),
+                *("g++", "-shared", "-fPIC", "-O2", "-o", str(compiled)),
                 *("-x", "c++", "-", "-x", "none", str(library)),
                 *("-Xlinker", "-rpath", "-Xlinker", str(library.parent)),
             ],
@@ -180,8 +180,8 @@ def _compile(library: Path, shim: Path) -> None:
             capture_output=True,
             timeout=_COMPILE_SECONDS,
         )
-        made.chmod(0o700)
-        _load(made)
+        compiled.chmod(0o700)
+        _load(compiled)
         with suppress(OSError):
             shim.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(shim, made.read_bytes(), private=True)
+            replace_file(shim, compiled.read_bytes(), private=True)

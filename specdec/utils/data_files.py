@@ -49,8 +49,8 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileNotFoundError, DataError: see :func:`read_json`.
     """
-    found: dict[str, Any] = check_shape(read_json(path), dict)
-    return found
+    table: dict[str, Any] = check_shape(read_json(path), dict)
+    return table
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -94,9 +94,9 @@ def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:
         DataError: it is not JSON, or has something unusable: ``NaN``, a number out of
             range, or lists nested too deep.
     """
-    found = _parsed(json.loads, text, "JSON")
-    _check_values(found, surrogates=surrogates)
-    return found
+    value = _parsed(json.loads, text, "JSON")
+    _check_values(value, surrogates=surrogates)
+    return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     # Python's reader takes quadratic time in the parts of a dotted key.
     if any(line.partition("=")[0].count(".") > _MOST_DOTS for line in text.split("\n")):
         raise DataError("it is nested too deep")
-    found: dict[str, Any] = _parsed(tomllib.loads, text, "TOML")
-    _check_values(found, surrogates=False, finite=False)
-    return found
+    table: dict[str, Any] = _parsed(tomllib.loads, text, "TOML")
+    _check_values(table, surrogates=False, finite=False)
+    return table
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

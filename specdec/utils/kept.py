@@ -72,20 +72,22 @@ class KeptEntries:
     def load(self) -> dict[str, Any]:
         """All entries, unchecked: an entry may be any JSON value."""
         try:
-            found = check_shape(
+            contents = check_shape(
                 read_json(self.path), {"version": int, self._name: dict}
             )
         except (OSError, DataError):
             return {}
-        return dict(found[self._name]) if found["version"] == self._version else {}
+        return (
+            dict(contents[self._name]) if contents["version"] == self._version else {}
+        )
 
     def save(self, key: str, entry: Any) -> None:
         """Add the entry as the newest, and replace the file in one step."""
         entries = self.load()
         entries.pop(key, None)
         entries[key] = entry
-        kept = dict(list(entries.items())[-self._most :])
-        text = json.dumps({"version": self._version, self._name: kept})
+        latest = dict(list(entries.items())[-self._most :])
+        text = json.dumps({"version": self._version, self._name: latest})
         # It is a cache: without it, the next process finds the entry again.
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,9 +23,9 @@ def first_difference(
         missing: stands for a missing value.
     """
     for key in sorted(before.keys() | now.keys()):
-        was, found = before.get(key, missing), now.get(key, missing)
-        if was != found:
-            return key, was, found
+        was, current = before.get(key, missing), now.get(key, missing)
+        if was != current:
+            return key, was, current
     return None
 
 
@@ -42,8 +42,8 @@ def read_record(kind: type[R], value: Any, where: str = "") -> R:
     Raises:
         DataError: a value is of another kind, out of range or missing.
     """
-    found: R = _read(kind, value, where)
-    return found
+    record: R = _read(kind, value, where)
+    return record
 
 
 @cache
@@ -81,14 +81,14 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 def _record(kind: Any, value: Any, where: str) -> Any:
     check_shape(value, dict, where)
-    found, hints = {}, _hints(kind)
+    values, hints = {}, _hints(kind)
     for field in fields(kind):
         inner = f"{where}.{field.name}".lstrip(".")
         if field.name in value:
-            found[field.name] = _read(hints[field.name], value[field.name], inner)
+            values[field.name] = _read(hints[field.name], value[field.name], inner)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise DataError(f"{inner} is missing")
-    return kind(**found)
+    return kind(**values)
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:

@@ -30,12 +30,12 @@ def by_position(rows: Iterable[Sequence[int]]) -> list[float]:
     """
     tried: list[int] = []
     accepted: list[int] = []
-    for drafted, kept in rows:
+    for drafted, accepted_tokens in rows:
         more = [0] * (drafted - len(tried))
         tried, accepted = tried + more, accepted + more
-        for j in range(min(drafted, kept + 1)):
+        for j in range(min(drafted, accepted_tokens + 1)):
             tried[j] += 1
-            accepted[j] += j < kept
+            accepted[j] += j < accepted_tokens
     shares, share = [], 1.0
     for n, of in zip(accepted, tried, strict=True):
         share *= n / of if of else 0.0
@@ -161,9 +161,9 @@ class CellFigures:
     @property
     def rounds(self) -> list[RoundTimes]:
         """Times of rounds by k and joins, as medians over the passes that count."""
-        found: dict[tuple[int, int], list[RoundTimes]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[RoundTimes]] = defaultdict(list)
         for each in (each for p in self.counted for each in p.rounds):
-            found[each.k, each.near_join].append(each)
+            groups[each.k, each.near_join].append(each)
 
         def merged(all_: list[RoundTimes]) -> RoundTimes:
             names = ("p10", "p50", "p90", "mean")
@@ -173,7 +173,7 @@ class CellFigures:
                 drafted = sum(r.drafted or 0 for r in all_)
             return replace(all_[0], number=number, drafted=drafted, **times)
 
-        return [merged(each) for _, each in sorted(found.items())]
+        return [merged(each) for _, each in sorted(groups.items())]
 
     @property
     def round_ms(self) -> float | None:
@@ -209,8 +209,8 @@ class CellFigures:
             categories = self._results.prompts.categories
             n, m = len(categories), len(requests)
             # A job of few rows has only some of the prompts.
-            own = (categories[i * n // m] for i in range(m))
-            pairs = zip(requests, own, strict=True)
+            own_categories = (categories[i * n // m] for i in range(m))
+            pairs = zip(requests, own_categories, strict=True)
             requests = [r for r, c in pairs if c == category]
         return Acceptance(tuple(r for r in requests if r.drafted))
 

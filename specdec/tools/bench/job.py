@@ -255,13 +255,13 @@ class Rounds:
 
     def times(self) -> list[RoundTimes]:
         """Times of the rounds so far, by k and by whether a join was near."""
-        found: dict[tuple[int, bool], list[_Round]] = defaultdict(list)
+        groups: dict[tuple[int, bool], list[_Round]] = defaultdict(list)
         for run in self._runs:
             for i, each in enumerate(run):
                 near = any(other.joined for other in run[max(i - 1, 0) : i + 2])
-                found[each.k, near].append(each)
-        made = []
-        for (k, near), rounds in sorted(found.items()):
+                groups[each.k, near].append(each)
+        records = []
+        for (k, near), rounds in sorted(groups.items()):
             ms = [each.milliseconds for each in rounds]
             shown: dict[str, Any] = {
                 f"p{p}": round(percentile(ms, p), 3) for p in (10, 50, 90)
@@ -269,8 +269,8 @@ class Rounds:
             shown["mean"] = round(sum(ms) / len(ms), 3)
             what = {"k": k, "near_join": int(near), "number": len(ms)}
             what["drafted"] = sum(each.drafted for each in rounds)
-            made.append(RoundTimes(**what, **shown))
-        return made
+            records.append(RoundTimes(**what, **shown))
+        return records
 
 
 def untraced(record: JobRecord) -> JobRecord:

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def _cpu_name() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8")
-        found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-        if found:
-            return found.group(1).strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        if match:
+            return match.group(1).strip()
     except OSError:
         pass
     if platform.system() == "Darwin":
@@ -82,8 +82,8 @@ def commit() -> str:
 
     The variable is for a copy without its repository.
     """
-    if given := os.environ.get("SPECDEC_COMMIT"):
-        return given
+    if variable := os.environ.get("SPECDEC_COMMIT"):
+        return variable
     try:
         # Fails if the package lies in another project's repository.
         _git("ls-files", "--error-unmatch", "specdec/__init__.py")

@@ -66,15 +66,15 @@ class EncodedSet:
         return [common + ids for ids in self.token_ids]
 
 
-def _shares(found: Sequence[int], n: int) -> list[int]:
+def _shares(available: Sequence[int], n: int) -> list[int]:
     """The number of prompts from each source, ``n`` in all.
 
     Sources give equal numbers; a source with fewer prompts gives all of them.
     """
-    shares = [0] * len(found)
+    shares = [0] * len(available)
     while sum(shares) < n:
         i = min(
-            (i for i in range(len(found)) if shares[i] < found[i]),
+            (i for i in range(len(available)) if shares[i] < available[i]),
             key=lambda i: shares[i],
         )
         shares[i] += 1
@@ -162,5 +162,5 @@ def _from_package(name: str) -> list[Question]:
         return [Question(json.loads(line)[key]) for line in lines if line.strip()]
 
 
-def _category(found: object) -> str | None:
-    return found if isinstance(found, str) and is_text(found) else None
+def _category(value: object) -> str | None:
+    return value if isinstance(value, str) and is_text(value) else None

@@ -70,10 +70,10 @@ class Start:
             where += f", {m.blas}"
         versions = f"MLX {m.mlx}, mlx-lm {m.mlx_lm}, Python {m.python}"
         changed = "+changes" * self.commit.endswith("+changes")
-        made = f"commit {self.commit[:12]}{changed}"
+        version = f"commit {self.commit[:12]}{changed}"
         if self.commit == "unknown":  # installed
-            made = f"specdec {m.specdec}"
-        return f"{where}; {versions}; {made}"
+            version = f"specdec {m.specdec}"
+        return f"{where}; {versions}; {version}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,8 +274,8 @@ def _drop_cut_line(path: Path) -> None:
 
 def _check_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise ConfigError if the recipes differ in anything."""
-    if found := first_difference(_flat(there), _flat(here)):
-        key, before, now = found
+    if difference := first_difference(_flat(there), _flat(here)):
+        key, before, now = difference
         raise ConfigError(
             f"{folder} holds results of another recipe ({key} is {quoted(before)} "
             f"there, {quoted(now)} here): name another folder with --out"

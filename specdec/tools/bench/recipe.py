@@ -141,8 +141,8 @@ class PromptSet(_Section):
     @property
     def random_length(self) -> int | None:
         """Tokens of a random prompt; ``None`` if prompts are texts."""
-        found = (s.partition(":") for s in self.source)
-        return next((int(what) for kind, _, what in found if kind == "random"), None)
+        sources = (s.partition(":") for s in self.source)
+        return next((int(what) for kind, _, what in sources if kind == "random"), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +318,9 @@ def _meant(key: str) -> str:
         for section, kind in _SECTIONS.items()
         for f in fields(kind)
     }
-    own = {f.name for f in fields(Recipe)} - {"name", "folder"}
-    found = nearest(key.rpartition(".")[2], [*full, *own])
-    return "" if found is None else f"; did you mean {full.get(found, found)}?"
+    top_level = {f.name for f in fields(Recipe)} - {"name", "folder"}
+    closest = nearest(key.rpartition(".")[2], [*full, *top_level])
+    return "" if closest is None else f"; did you mean {full.get(closest, closest)}?"
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -345,8 +345,8 @@ def find_recipe(name: str | Path) -> Path:
 
 def shipped_recipes() -> list[Path]:
     """The recipes that come with the package."""
-    found = (sorted(folder.glob("*.toml")) for folder in FOLDERS)
-    return next((files for files in found if files), [])
+    by_folder = (sorted(folder.glob("*.toml")) for folder in FOLDERS)
+    return next((files for files in by_folder if files), [])
 
 
 def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:

@@ -50,10 +50,10 @@ def write_report(folder: Path) -> list[Path]:
     figures = Figures(Results.read(folder))
     text = report(figures)
     pages = {FILE: text, PAGE: html_page(figures.recipe.title, text)}
-    made = {folder / name: page for name, page in pages.items() if page is not None}
-    for file, page in made.items():
+    files = {folder / name: page for name, page in pages.items() if page is not None}
+    for file, page in files.items():
         replace_file(file, page.encode())
-    return list(made)
+    return list(files)
 
 
 def html_page(title: str, text: str) -> str | None:
@@ -90,9 +90,9 @@ def block(figures: Figures) -> str:
 
 
 def _body(figures: Figures) -> list[str]:
-    found = "\n".join([*findings(figures), ""])
+    sentences = "\n".join([*findings(figures), ""])
     tables = filter(None, [speed(figures), categories(figures)])
-    return [_origin(figures), _setting(figures), found, *tables]
+    return [_origin(figures), _setting(figures), sentences, *tables]
 
 
 def _plain(text: str) -> str:
@@ -292,17 +292,17 @@ def findings(figures: Figures) -> list[str]:
                 "counts for nothing here."
             )
             continue
-        found, auto = best.setdefault(key, {}), f.cell.num_draft_tokens == "auto"
+        fastest, auto = best.setdefault(key, {}), f.cell.num_draft_tokens == "auto"
         # A cell that drafted nothing decoded plainly, so its ratio is noise.
-        faster = auto not in found or f.rate > found[auto].rate
+        faster = auto not in fastest or f.rate > fastest[auto].rate
         if (a.drafted or auto) and faster:
-            found[auto] = f
+            fastest[auto] = f
     lines = []
-    for key, found in best.items():
-        if not any(f.acceptance().drafted for f in found.values()):
+    for key, fastest in best.items():
+        if not any(f.acceptance().drafted for f in fastest.values()):
             lines.append(f"- **{key}**: nothing was drafted.")
             continue
-        lines += [_finding(figures, key, f) for _, f in sorted(found.items())]
+        lines += [_finding(figures, key, f) for _, f in sorted(fastest.items())]
     return lines + held_up + _prefix_findings(figures)
 
 

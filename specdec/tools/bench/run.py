@@ -163,16 +163,16 @@ def _drafter(
 ) -> NamedDrafter:
     if name.startswith("random:"):
         return NamedDrafter(name, load_model(name, dtype))
-    found = NamedDrafter.load(
+    drafter = NamedDrafter.load(
         DraftSpec.parse(name),
         target,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
-    if found.model is not None and found.model.tokenizer is not None:
+    if drafter.model is not None and drafter.model.tokenizer is not None:
         # Later both models may lack their tokenizers, which the mapping needs.
-        found = replace(found, vocabulary=map_vocabulary(target, found.model))
-    return found
+        drafter = replace(drafter, vocabulary=map_vocabulary(target, drafter.model))
+    return drafter
 
 
 def run_recipe(
@@ -206,11 +206,11 @@ def run_recipe(
         for cell in filter(bench.refuses, dict.fromkeys(u.cell for u in units)):
             raw.refuse(cell)
         missing = [unit for unit in units if not raw.has(unit)]
-        begun = clock()
+        start = clock()
         brackets = progress(len(units), len(units) - len(missing)) if progress else None
         with wired_memory():
             for unit in missing:
-                if minutes is not None and clock() - begun >= 60 * minutes:
+                if minutes is not None and clock() - start >= 60 * minutes:
                     break
                 with brackets(unit) if brackets else nullcontext():
                     record = bench.run_pass(unit.cell)

@@ -73,8 +73,8 @@ class Options:
         if not self.temperature:
             return None
         mx.random.seed(self.seed + first)
-        made: Callable[[mx.array], mx.array] = make_sampler(temp=self.temperature)
-        return made
+        sampler: Callable[[mx.array], mx.array] = make_sampler(temp=self.temperature)
+        return sampler
 
 
 def run_job(
@@ -181,8 +181,8 @@ def mlx_lm_step(
         max_tokens = job.requests[i].max_tokens
         generated = generate(prompt, i, max_tokens)
         begins = True
-        for found in generated:
-            token, from_draft = found[0], draft is not None and found[2]
+        for output in generated:
+            token, from_draft = output[0], draft is not None and output[2]
             if not done.tokens:
                 job.rounds.begin()
             elif begins:

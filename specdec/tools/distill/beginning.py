@@ -81,7 +81,7 @@ def take_weights(student: Student, source: str) -> dict[str, Any]:
     card: dict[str, Any] = read_card(folder) or {}
     packing = read_json(folder / "config.json").get("quantization") or {}
     leaves: Any = tree_flatten(student.parameters)
-    found = []
+    arrays_of_draft = []
     for name, array in leaves:
         stored = _unpacked(arrays, student.stored_prefix + name, packing)
         if stored is None or stored.shape != array.shape:
@@ -89,11 +89,11 @@ def take_weights(student: Student, source: str) -> dict[str, Any]:
                 f"{source} cannot be trained further: its {name} does not fit the "
                 "target: name the target that it was made for"
             )
-        found.append((name, stored))
-    student.load(tree_unflatten(found))
+        arrays_of_draft.append((name, stored))
+    student.load(tree_unflatten(arrays_of_draft))
     mx.eval(student.model.parameters())
-    kept = ("command", "data", "began_with")
-    earlier: dict[str, Any] = {key: card[key] for key in kept if key in card}
+    fields = ("command", "data", "began_with")
+    earlier: dict[str, Any] = {key: card[key] for key in fields if key in card}
     earlier |= {key: card["training"][key] for key in ("tokens", "seconds")}
     digest = hashlib.sha256((folder / _WEIGHTS).read_bytes()).hexdigest()
     return {"name": Path(source).name, "digest": digest[:16], **earlier}
@@ -108,8 +108,8 @@ def _unpacked(arrays: dict[str, mx.array], name: str, packing: Any) -> mx.array 
     path = name.removesuffix(".weight")
     if f"{path}.scales" not in arrays:
         return arrays.get(name)
-    own = packing.get(path)
-    chosen = own if isinstance(own, dict) else packing
+    entry = packing.get(path)
+    chosen = entry if isinstance(entry, dict) else packing
     return mx.dequantize(
         arrays[name],
         arrays[f"{path}.scales"],

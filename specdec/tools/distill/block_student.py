@@ -168,10 +168,10 @@ def block_states(
             anchors, width, features.shape[1], causal[place], windows[place]
         )
         queries = side_by_side(attention.queries(normed, offsets))
-        own = map(side_by_side, attention.keys_values(normed, offsets))
+        block_pairs = map(side_by_side, attention.keys_values(normed, offsets))
         keys, values = (
             mx.concatenate(list(pair), axis=2)
-            for pair in zip(attention.keys_values(context, 0), own, strict=True)
+            for pair in zip(attention.keys_values(context, 0), block_pairs, strict=True)
         )
         mixed = attention.attend(normed, queries, keys, values, mask)
         return mixed.reshape(normed.shape)
@@ -284,7 +284,7 @@ def make_block_student(
     head = cast(BlockHead, make_head(args))
     _begin(head, seed)
     dense = all("gate_proj" in layer.get("mlp", ()) for layer in every)
-    begun = [
+    copied = [
         dense and _begin_layer(layer, widened(every, layers, place, widen))
         for place, layer in enumerate(head.layers)
     ]
@@ -302,7 +302,7 @@ def make_block_student(
     return BlockStudent(
         head,
         config,
-        tuple(layers) if any(begun) else (),
+        tuple(layers) if any(copied) else (),
         f"a block of {block_size}",
         target.model,
         "",
@@ -319,10 +319,10 @@ def _begin_layer(layer: nn.Module, arrays: dict[str, Any]) -> bool:
     Returns:
         Whether they were copied.
     """
-    own = dict(_leaves(layer.parameters()))
+    initial = dict(_leaves(layer.parameters()))
     # Published heads have no biases.
     theirs = {n: a for n, a in _leaves(arrays) if not n.endswith(".bias")}
-    if not all(n in own and a.shape == own[n].shape for n, a in theirs.items()):
+    if not all(n in initial and a.shape == initial[n].shape for n, a in theirs.items()):
         return False
     layer.update(tree_unflatten(list(theirs.items())))
     return True
@@ -345,8 +345,8 @@ def _config(
     said = known | {name: value for name, value in args.items() if value is not None}
 
     def number(*names: str) -> Any:
-        found = [said.get(name) for name in names]
-        return next((n for n in found if isinstance(n, int | float) and n > 0), 0)
+        values = [said.get(name) for name in names]
+        return next((n for n in values if isinstance(n, int | float) and n > 0), 0)
 
     known_layers = has_text_model(target.model)
     heads = number("num_attention_heads", "n_heads", "num_heads", "n_head")
@@ -416,13 +416,13 @@ def _begin(head: BlockHead, seed: int) -> None:
     """Draw all matrices; begin with the features' mean and without a bias."""
     leaves = sorted(_leaves(head.parameters()))  # type: ignore[no-untyped-call]
     keys = mx.random.split(mx.random.key(seed), len(leaves))
-    begun = []
+    matrices = []
     for (name, array), key in zip(leaves, keys, strict=True):
         if array.ndim == 2:
-            begun.append(
+            matrices.append(
                 (name, mx.random.normal(array.shape, key=key) * array.shape[1] ** -0.5)
             )
-    head.update(tree_unflatten(begun))
+    head.update(tree_unflatten(matrices))
     size, count = head.args.sizes.hidden_size, len(head.args.target_layers)
     head.fc.weight = mx.concatenate([mx.eye(size) / count] * count, axis=1)
     if head.args.markov_rank:
@@ -433,5 +433,5 @@ def _begin(head: BlockHead, seed: int) -> None:
 
 
 def _leaves(tree: Any) -> list[tuple[str, mx.array]]:
-    found: Any = tree_flatten(tree)
-    return list(found)
+    leaves: Any = tree_flatten(tree)
+    return list(leaves)

@@ -105,11 +105,11 @@ def _block(
     positions = np.flatnonzero(weights.reshape(-1)).astype(np.int32)
     padding = -len(positions) % shapes.chunk
     # Padding points at position 0, with weight 0.
-    found = np.concatenate([positions, np.zeros(padding, np.int32)])
-    kept = np.concatenate(
+    padded = np.concatenate([positions, np.zeros(padding, np.int32)])
+    padded_weights = np.concatenate(
         [weights.reshape(-1)[positions], np.zeros(padding, np.float32)]
     )
-    return Block(tokens, found, kept, total)
+    return Block(tokens, padded, padded_weights, total)
 
 
 def _common_prefix(documents: Sequence[Document]) -> int:

@@ -11,15 +11,17 @@ def readme(card: dict[str, Any]) -> str:
     """``README.md`` of a draft's folder, from its ``distill.json``."""
     target, training, data = card["target"], card["training"], card["data"]
     layers = ", ".join(map(str, card["layers"]))
-    own = card["embedding"] == "own"
+    own_embedding = card["embedding"] == "own"
     wide = f", each with the MLPs of {card['widen']}" if card["widen"] > 1 else ""
     kind = ""
     if card.get("kind") == "block":
         form = _FORMS[card["form"]]
         kind = f"A {form} head, which drafts a block of {card['block_size']}: "
-    made = "layers that began at random"
+    origin = "layers that began at random"
     if layers:
-        made = f"{len(card['layers'])} layers, made from layers {layers} of the target"
+        origin = (
+            f"{len(card['layers'])} layers, made from layers {layers} of the target"
+        )
     lines = [
         "---",
         "library_name: mlx",
@@ -28,9 +30,9 @@ def readme(card: dict[str, Any]) -> str:
         "",
         f"# A draft for {target['name']}",
         "",
-        f"{kind}{made}{wide}, and trained on the divergence to its distribution, under "
-        "its own embedding and head. It proposes tokens; the target decides, so that "
-        "it changes no output.",
+        f"{kind}{origin}{wide}, and trained on the divergence to its distribution, "
+        "under its own embedding and head. It proposes tokens; the target decides, so "
+        "that it changes no output.",
         "",
         "```sh",
         "specdec run --target TARGET --draft THIS_FOLDER --prompts FILE",
@@ -41,7 +43,7 @@ def readme(card: dict[str, Any]) -> str:
         f"| target | {target['name']} |",
         f"| its fingerprint | `{target['fingerprint']}` |",
         f"| parameters learnt | {card['parameters'] / 1e6:.1f} M |",
-        f"| stored | {_stored(card['bits'], card['dtype'], own=own)} |",
+        f"| stored | {_stored(card['bits'], card['dtype'], own=own_embedding)} |",
         f"| data | {data['documents']} texts, {data['tokens'] / 1e6:.1f} M tokens "
         f"({data['written_by_target'] / 1e6:.1f} M of them the target's own prompts "
         "and answers) |",
@@ -61,9 +63,9 @@ def readme(card: dict[str, Any]) -> str:
             "| prompts | positions | agreement | KL (nats) |",
             "|---|---:|---:|---:|",
             *(
-                f"| {name} | {found['positions']:.0f} | {found['agreement']:.3f} | "
-                f"{found['kl']:.3f} |"
-                for name, found in sorted(
+                f"| {name} | {entry['positions']:.0f} | {entry['agreement']:.3f} | "
+                f"{entry['kl']:.3f} |"
+                for name, entry in sorted(
                     card["agreement"].items(),
                     key=lambda item: (item[0] != "own", item[0]),
                 )
@@ -77,10 +79,10 @@ def readme(card: dict[str, Any]) -> str:
             "| prompts | temperature | k | accepted | tokens a round |",
             "|---|---:|---:|---:|---:|",
             *(
-                f"| {found['set']} ({found['prompts']}) | {found['temperature']:g} | "
-                f"{found['num_draft_tokens']} | {found['acceptance_rate']:.3f} | "
-                f"{found['acceptance_length']:.2f} |"
-                for found in card["rounds"]
+                f"| {entry['set']} ({entry['prompts']}) | {entry['temperature']:g} | "
+                f"{entry['num_draft_tokens']} | {entry['acceptance_rate']:.3f} | "
+                f"{entry['acceptance_length']:.2f} |"
+                for entry in card["rounds"]
             ),
             "",
         ]

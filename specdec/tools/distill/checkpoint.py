@@ -93,14 +93,14 @@ def load(
     except _DamagedError as error:
         reason = str(error)
     try:
-        found = _load(before, identity, like)
+        contents = _load(before, identity, like)
     except _DamagedError as error:
         raise ModelError(
             f"{path} is damaged ({reason}): leave --resume out to begin anew"
         ) from error
     if path.exists():  # if not, a kill came between the two renames
         say(f"warning: {path} is damaged ({reason}): going on from the one before it")
-    return found
+    return contents
 
 
 class _DamagedError(Exception):
@@ -123,8 +123,8 @@ def _load(
         progress = read_record(Progress, parse_json(meta["progress"]))
     except (KeyError, TypeError, ValueError) as error:
         raise _DamagedError("it is of another version") from error
-    if found := first_difference(known, identity):
-        key, before, now = found
+    if difference := first_difference(known, identity):
+        key, before, now = difference
         raise ModelError(
             f"{path} was made with {key} {before}, not {now}: leave --resume out to "
             "begin anew, or use what it was made with"
@@ -156,8 +156,8 @@ def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[object, ...]]:
 
 def _digest(arrays: Mapping[str, mx.array], meta: Mapping[str, str]) -> str:
     """A hash of all contents of the file."""
-    found = hashlib.sha256(repr(sorted(meta.items())).encode())
+    digest = hashlib.sha256(repr(sorted(meta.items())).encode())
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(np.array(array)).data)
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(np.array(array)).data)
+    return digest.hexdigest()

@@ -118,11 +118,11 @@ class Corpus:
 
     def digest(self, names: Iterable[str]) -> str:
         """The hash of several files' contents."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name in names:
             with open_plain(self._path(name)) as file:
-                found.update(file.read())
-        return found.hexdigest()
+                digest.update(file.read())
+        return digest.hexdigest()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"

@@ -42,12 +42,12 @@ class TargetStates:
         """The states that the student needs for a block."""
         if index in self._kept:
             return self._kept[index]
-        found = self._student.see(self._blocks[index])
-        if found.nbytes <= self._left:
-            self._left -= found.nbytes
-            mx.eval(found)
-            self._kept[index] = found
-        return found
+        states = self._student.see(self._blocks[index])
+        if states.nbytes <= self._left:
+            self._left -= states.nbytes
+            mx.eval(states)
+            self._kept[index] = states
+        return states
 
 
 class HeldOut:
@@ -77,13 +77,13 @@ class HeldOut:
             # Every measurement has the same draws.
             rng = np.random.default_rng(index)
             lesson = student.lesson(block, self._states.of(index), rng)
-            found = loss.value(
+            divergence = loss.value(
                 lesson.states(),
                 lesson.target,
                 mx.array(lesson.weights),
                 student.bias_head,
             )
-            new = (found.kl, found.agreed, found.weight)
+            new = (divergence.kl, divergence.agreed, divergence.weight)
             sums = [a + b for a, b in zip(sums, new, strict=True)]
             mx.eval(sums)
         kl, agreed, weight = (float(each) for each in sums)

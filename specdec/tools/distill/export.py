@@ -100,7 +100,7 @@ def packed(
     """
     if packing is None:
         return model, None
-    made: nn.Module = copy.deepcopy(model)
+    packed_model: nn.Module = copy.deepcopy(model)
     entry: dict[str, Any] = {"group_size": _DEFAULT_GROUP, "bits": packing.bits}
 
     def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
@@ -117,8 +117,8 @@ def packed(
             entry[prefix + path] = chosen
         return chosen
 
-    nn.quantize(made, class_predicate=choose)
-    return made, entry
+    nn.quantize(packed_model, class_predicate=choose)
+    return packed_model, entry
 
 
 def _is_target_s(path: str) -> bool:

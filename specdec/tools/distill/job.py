@@ -119,8 +119,8 @@ class Job:
             check=self._check,
         )
         # Training goes on from a checkpoint with the same data.
-        begun = options.resume and checkpoint.exists(options.work)
-        material = gatherer.gather(write=not begun)
+        resuming = options.resume and checkpoint.exists(options.work)
+        material = gatherer.gather(write=not resuming)
         mx.clear_cache()
         return material
 
@@ -144,14 +144,14 @@ class Job:
     ) -> None:
         identity = self._identity(digest)
         if self.options.resume:
-            found = checkpoint.load(
+            contents = checkpoint.load(
                 self.options.work,
                 identity,
                 like=(trainer.parameters, trainer.optimizer_state),
                 say=self._say,
             )
-            if found is not None:
-                trainer.restore(*found)
+            if contents is not None:
+                trainer.restore(*contents)
                 self._say(f"going on after step {trainer.progress.step}")
         saved = shown = time.perf_counter()
         tokens, shows = trainer.progress.tokens, True
@@ -165,9 +165,9 @@ class Job:
                 due = int(trainer.share * _MEASUREMENTS)
                 allowed = _MEASURING * (trainer.progress.seconds - began)
                 if due > measured and not (timed and measuring > allowed):
-                    measured, begun = due, time.perf_counter()
+                    measured, start = due, time.perf_counter()
                     self._measure(trainer, held_out, loss)
-                    measuring = max(0.0, measuring + time.perf_counter() - begun)
+                    measuring = max(0.0, measuring + time.perf_counter() - start)
                 now = time.perf_counter()
                 if shows or now - shown > _LINE_SECONDS or trainer.done:
                     shows = False
@@ -202,8 +202,8 @@ class Job:
 
     def _beginning(self) -> dict[str, Any]:
         """What training began with, if not with the target's layers."""
-        begun = self._began_with
-        return {} if begun is None else {"began_with": begun}
+        source = self._began_with
+        return {} if source is None else {"began_with": source}
 
     def _block(self) -> dict[str, Any]:
         """Options that only a block head has; empty for a draft of layers."""
@@ -230,7 +230,7 @@ class Job:
         self, trainer: Trainer, held_out: Sequence[HeldOut], loss: ChunkedLoss
     ) -> None:
         trainer.install()
-        found = self._agreement(held_out, loss)
+        agreement = self._agreement(held_out, loss)
         progress = trainer.progress
         progress.history.append(
             {
@@ -238,7 +238,7 @@ class Job:
                 "tokens": progress.tokens,
                 "seconds": progress.seconds,
                 **trainer.last(),
-                "held_out": found,
+                "held_out": agreement,
             }
         )
 
@@ -259,7 +259,7 @@ class Job:
         sets = progress.history[-1]["held_out"].items() if progress.history else ()
         if sets:
             line += "; held out: " + ", ".join(
-                f"{name} {found['agreement']:.3f}" for name, found in sets
+                f"{name} {means['agreement']:.3f}" for name, means in sets
             )
         self._say(line)
 
@@ -333,37 +333,37 @@ class Job:
         )
         settings = [(length, 0.0) for length in options.num_draft_tokens]
         settings.insert(1, (options.num_draft_tokens[0], TEMPERATURE))
-        known = {_setting(found) for found in card["rounds"]}
+        known = {_setting(entry) for entry in card["rounds"]}
         for name, prompts in self._given.holdout.items():
             for length, temperature in settings:
-                taken = min(len(prompts), options.rounds)
-                if (name, taken, length, temperature) in known:
+                num_prompts = min(len(prompts), options.rounds)
+                if (name, num_prompts, length, temperature) in known:
                     continue
-                found = measure_rounds(
+                entry = measure_rounds(
                     self.target,
                     draft,
-                    prompts[:taken],
+                    prompts[:num_prompts],
                     temperature=temperature,
                     num_draft_tokens=length,
                     max_tokens=HOLDOUT_TOKENS,
                     batch_size=min(_ROUNDS_BATCH, options.rounds),
                     check=self._check,
                 )
-                card["rounds"].append({"set": name, **found})
+                card["rounds"].append({"set": name, **entry})
                 write_card(options.folder, card)
                 self._say(
                     f"{name}, k = {length}, temperature {temperature:g}: "
-                    f"{found['acceptance_rate']:.3f} of {found['drafted']} draft "
-                    f"tokens accepted, {found['acceptance_length']:.2f} tokens a round"
+                    f"{entry['acceptance_rate']:.3f} of {entry['drafted']} draft "
+                    f"tokens accepted, {entry['acceptance_length']:.2f} tokens a round"
                 )
         return card
 
 
-def _setting(found: dict[str, Any]) -> tuple[str, int, int, float]:
+def _setting(entry: dict[str, Any]) -> tuple[str, int, int, float]:
     """The settings that distinguish one measurement of rounds on a card from others."""
     return (
-        found["set"],
-        found["prompts"],
-        found["num_draft_tokens"],
-        found["temperature"],
+        entry["set"],
+        entry["prompts"],
+        entry["num_draft_tokens"],
+        entry["temperature"],
     )

@@ -180,11 +180,11 @@ class ChunkedLoss:
             before = parts[-1] if parts else ()
             if before:  # a chunk's logits are freed before the next one's are computed
                 (states,) = mx.depends([states], list(before))
-            found = function(states, target[part], weights[part], *matrices)
+            results = function(states, target[part], weights[part], *matrices)
             # Gradients by matrices are summed over chunks.
-            whole = zip(found[_SUMS + 1 :], before[_SUMS + 1 :], strict=False)
-            more = [new + old for new, old in whole] or found[_SUMS + 1 :]
-            parts.append((*found[: _SUMS + 1], *more))
+            whole = zip(results[_SUMS + 1 :], before[_SUMS + 1 :], strict=False)
+            more = [new + old for new, old in whole] or results[_SUMS + 1 :]
+            parts.append((*results[: _SUMS + 1], *more))
         return parts
 
 

@@ -81,8 +81,8 @@ class Material:
     @property
     def written_by_target(self) -> int:
         """Tokens of one epoch in texts that the target wrote."""
-        own = (d for d in self.documents if d.kind in (GREEDY, SAMPLED))
-        return sum(len(d.tokens) for d in own)
+        answers = (d for d in self.documents if d.kind in (GREEDY, SAMPLED))
+        return sum(len(d.tokens) for d in answers)
 
 
 class Gatherer:
@@ -142,22 +142,26 @@ class Gatherer:
             ]
             for name, prompts in self._given.holdout.items()
         }
-        known = {_prompt(d) for found in held_out.values() for d in found}
-        documents, own = _held_back(corpus.documents(names), known)
+        known = {
+            _prompt(d)
+            for documents_of_set in held_out.values()
+            for d in documents_of_set
+        }
+        documents, from_target = _held_back(corpus.documents(names), known)
         if not documents:
             raise ModelError("there is nothing to learn from: raise the data's budget")
         shapes = Shapes(self._plan.block_tokens, _LONGEST_ROW, self._plan.chunk)
         # Only greedy answers of held-out texts are measured.
         answers = replace(shapes, prompt_weight=0.0)
-        held_out = {"own": [d for d in own if d.kind == GREEDY], **held_out}
+        held_out = {"own": [d for d in from_target if d.kind == GREEDY], **held_out}
         seed = self._options.seed
         return Material(
             documents,
             make_blocks(documents, shapes, seed=seed),
             {
-                name: make_blocks(found, answers, seed=seed)
-                for name, found in held_out.items()
-                if found
+                name: make_blocks(documents_of_set, answers, seed=seed)
+                for name, documents_of_set in held_out.items()
+                if documents_of_set
             },
             corpus.digest(names),
         )
@@ -230,16 +234,16 @@ def _held_back(
         known: prompts of the user's holdout files, whose documents are left out.
     """
     learnt: list[Document] = []
-    held: list[Document] = []
+    held_out: list[Document] = []
     for document in documents:
         prompt = _prompt(document)
         if prompt in known:
             continue
         if int(_digest(prompt)[:8], 16) % _HELD_OUT:
             learnt.append(document)
-        elif len(held) < _MOST_HELD_OUT:
-            held.append(document)
-    return learnt, held
+        elif len(held_out) < _MOST_HELD_OUT:
+            held_out.append(document)
+    return learnt, held_out
 
 
 def _digest(values: Iterable[object]) -> str:
@@ -252,5 +256,5 @@ def _prompt(document: Document) -> tuple[int, ...]:
 
 
 def _cut(document: Document, answer: int) -> Document:
-    kept = document.tokens[: document.prompt_length + answer]
-    return replace(document, tokens=kept)
+    tokens = document.tokens[: document.prompt_length + answer]
+    return replace(document, tokens=tokens)

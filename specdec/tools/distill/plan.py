@@ -182,9 +182,9 @@ def check_target(options: Options) -> None:
         ConfigError: the target does not have the layers asked for.
     """
     options = as_begun(options)
-    found = outlined(options)
-    if found is not None:
-        _layers(found, options)
+    outline = outlined(options)
+    if outline is not None:
+        _layers(outline, options)
 
 
 def describe(options: Options) -> list[str]:
@@ -220,12 +220,12 @@ def describe(options: Options) -> list[str]:
     )
     # A block head's features are too large to keep, so the target reads texts again.
     rate = _tokens_per_second(learnt, vocab_size, width, dtype, whole if block else 0)
-    begun = ", ".join(map(str, plan.student.layers))
-    begun = f"layers {begun}, " if begun else ""
+    layers = ", ".join(map(str, plan.student.layers))
+    layers = f"layers {layers}, " if layers else ""
     return [
         f"target:   {target.name}, {whole / 1e6:.1f} M parameters",
         f"draft:    {f'{options.form}, {plan.student.name}, ' if block else ''}"
-        f"{begun}{learnt / 1e6:.1f} M parameters to learn, computing in "
+        f"{layers}{learnt / 1e6:.1f} M parameters to learn, computing in "
         f"{options.computing}",
         f"writing:  {plan.writers} rows at once, up to {' or '.join(writing)}, about "
         f"{', '.join(options.topics)}",

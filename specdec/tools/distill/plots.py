@@ -108,17 +108,17 @@ def _named(cards: Mapping[str, Card]) -> dict[str, Card]:
     counts = [len(card["layers"]) for card in cards.values()]
     if len(set(counts)) < len(counts):
         return dict(cards)
-    made = sorted(cards.values(), key=lambda card: len(card["layers"]))
-    numbers = (len(card["layers"]) for card in made)
+    ordered = sorted(cards.values(), key=lambda card: len(card["layers"]))
+    numbers = (len(card["layers"]) for card in ordered)
     names = (counted(n, "layer") for n in numbers)
-    return dict(zip(names, made, strict=True))
+    return dict(zip(names, ordered, strict=True))
 
 
 def _learning(cards: Mapping[str, Card]) -> Iterator[Point]:
     for label, card in cards.items():
         for moment in card["training"]["history"]:
-            for name, found in moment["held_out"].items():
-                yield name, label, moment["tokens"] / 1e6, found["agreement"]
+            for name, entry in moment["held_out"].items():
+                yield name, label, moment["tokens"] / 1e6, entry["agreement"]
 
 
 def _lengths(cards: Mapping[str, Card]) -> list[int]:

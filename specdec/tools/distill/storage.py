@@ -92,8 +92,8 @@ def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     try:
         with open_plain(path) as file:
             data = io.BytesIO(file.read())
-        found: Any = mx.load(data, format="safetensors", return_metadata=True)
-        arrays, metadata = found
+        contents: Any = mx.load(data, format="safetensors", return_metadata=True)
+        arrays, metadata = contents
         mx.eval(arrays)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

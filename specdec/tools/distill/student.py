@@ -292,8 +292,8 @@ def make_student(
     if "sliding_window_pattern" in names:
         # The last layer attends to everything.
         changes["sliding_window_pattern"] = len(layers)
-    made: Any = type(source)
-    model: nn.Module = made(replace(known, **changes))
+    args_class: Any = type(source)
+    model: nn.Module = args_class(replace(known, **changes))
     trunk = model["model"]
     trunk["embed_tokens"] = source["model"]["embed_tokens"]
     if "lm_head" in source:
@@ -320,9 +320,9 @@ def widened(
         place: index of the layer in ``layers``.
         widen: see :func:`make_student`.
     """
-    own: dict[str, Any] = every[layers[place]].parameters()
+    parameters: dict[str, Any] = every[layers[place]].parameters()
     beside = [every[i]["mlp"] for i in _beside(layers, place, widen, len(every))]
-    return own | {"mlp": _joined([own["mlp"], *beside])}
+    return parameters | {"mlp": _joined([parameters["mlp"], *beside])}
 
 
 def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
@@ -331,8 +331,8 @@ def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[i
     last = layers[place + 1] if place + 1 < len(layers) else count
     if last <= first + 1:  # no layers in between, so take layers before
         last = layers[place - 1] if place else 0
-    found = (first + round(i * (last - first) / widen) for i in range(1, widen))
-    return [min(max(i, 0), count - 1) for i in found]
+    indices = (first + round(i * (last - first) / widen) for i in range(1, widen))
+    return [min(max(i, 0), count - 1) for i in indices]
 
 
 def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
@@ -362,6 +362,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not isinstance(inner, dict):
         return outer
-    kept = {k: v for k, v in inner.items() if k not in QUANTIZATION_KEYS}
+    unpacked = {k: v for k, v in inner.items() if k not in QUANTIZATION_KEYS}
     above = ("eos_token_id", "vocab_size")
-    return kept | {key: outer[key] for key in above if key in outer}
+    return unpacked | {key: outer[key] for key in above if key in outer}

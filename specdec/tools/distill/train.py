@@ -119,17 +119,19 @@ class Trainer:
         for each in self._optimizer.optimizers:
             each.learning_rate = learning_rate(options.learning_rate, share)
         packing = options.packing if share >= PACKED_FROM else None
-        found, gradients = self._divergence(lesson, packing)
+        divergence, gradients = self._divergence(lesson, packing)
         self.whole = False
         self.parameters = self._update(self.parameters, gradients)
         progress.step += 1
         progress.tokens += block.num_tokens
         self.whole = True
-        mx.async_eval(self.parameters, self._optimizer.state, found.loss, found.agreed)
+        mx.async_eval(
+            self.parameters, self._optimizer.state, divergence.loss, divergence.agreed
+        )
         # Wait for the previous step, so that the host is never far ahead of the device.
         if self._last is not None:
             mx.eval(self._last.loss)
-        self._last = found
+        self._last = divergence
         progress.seconds += time.perf_counter() - start
 
     def last(self) -> dict[str, float]:
@@ -161,7 +163,7 @@ class Trainer:
             inputs = [lesson.states()]
             if self.student.bias_head is not None:
                 inputs.append(self.student.bias_head)
-            found, gradients = self._loss.value_and_gradients(
+            divergence, gradients = self._loss.value_and_gradients(
                 mx.stop_gradient(inputs[0]),
                 lesson.target,
                 weights,
@@ -172,7 +174,13 @@ class Trainer:
                 for array, gradient in zip(inputs, gradients, strict=True)
             ]
             value = products[0] + sum(products[1:], mx.array(0.0))
-            return value, found.loss, found.kl, found.agreed, found.weight
+            return (
+                value,
+                divergence.loss,
+                divergence.kl,
+                divergence.agreed,
+                divergence.weight,
+            )
 
         (_, *sums), gradients = mx.value_and_grad(surrogate)(self.parameters)
         return Divergence(*sums), gradients
@@ -188,13 +196,13 @@ class Trainer:
         return update
 
 
-def means(found: Divergence) -> dict[str, float]:
+def means(divergence: Divergence) -> dict[str, float]:
     """Mean loss, KL and agreement per position."""
-    weight = max(float(found.weight), 1e-9)
+    weight = max(float(divergence.weight), 1e-9)
     return {
-        "loss": float(found.loss) / weight,
-        "kl": float(found.kl) / weight,
-        "agreement": float(found.agreed) / weight,
+        "loss": float(divergence.loss) / weight,
+        "kl": float(divergence.kl) / weight,
+        "agreement": float(divergence.agreed) / weight,
     }
 
 

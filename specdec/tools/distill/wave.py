@@ -55,8 +55,8 @@ def user_turn(tokenizer: Any) -> UserTurn | None:
         rendered = render_chat(tokenizer, [{"role": "user", "content": _MARK}])
     except Exception:  # a template may raise anything
         return None
-    before, found, after = rendered.partition(_MARK)
-    if not found:
+    before, mark, after = rendered.partition(_MARK)
+    if not mark:
         return None
     ends = set(tokenizer.eos_token_ids)
     ends.update(tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1])
@@ -129,19 +129,19 @@ class Author:
                 temperature=temperature,
             )
             kind = SAMPLED if temperature else GREEDY
-            for prompt, kept in zip(prompts, without_loops(answers), strict=True):
-                if kept:
-                    documents.append(Document((*prompt, *kept), len(prompt), kind))
+            for prompt, answer in zip(prompts, without_loops(answers), strict=True):
+                if answer:
+                    documents.append(Document((*prompt, *answer), len(prompt), kind))
         return documents
 
     def user_turns(self, number: int) -> list[str]:
         """Make up texts that users might write, without duplicates."""
         tokenizer = self._tokenizer
         rng = Random(f"{self._options.seed} {number}")
-        begun = [
+        openings = [
             seed_prompts.draw(rng, self._options.topics) for _ in range(self._writers)
         ]
-        prompts = [begin_of_turn(tokenizer, self._turn, o.text) for o in begun]
+        prompts = [begin_of_turn(tokenizer, self._turn, o.text) for o in openings]
         ends = frozenset(tokenizer.eos_token_ids)
         if self._turn is not None:
             ends = self._turn.ends
@@ -153,15 +153,15 @@ class Author:
             temperature=TURN_TEMPERATURE,
             ends=ends,
         )
-        found: dict[str, None] = {}
+        texts: dict[str, None] = {}
         cut = without_loops(written)
-        for opening, tokens, kept in zip(begun, written, cut, strict=True):
-            if len(kept) < len(tokens):
+        for opening, tokens, cut_tokens in zip(openings, written, cut, strict=True):
+            if len(cut_tokens) < len(tokens):
                 continue
             text = _turn_text(tokenizer, opening, tokens, ends, self._turn is not None)
             if text is not None:
-                found[text] = None
-        return list(found)
+                texts[text] = None
+        return list(texts)
 
     def _write(
         self,
@@ -203,8 +203,8 @@ def _turn_text(
 ) -> str | None:
     """The user's text; ``None`` if it is not usable."""
     ended = bool(tokens) and tokens[-1] in ends
-    kept = list(tokens[:-1] if ended else tokens)
-    text = opening.text + str(tokenizer.decode(kept))
+    text_tokens = list(tokens[:-1] if ended else tokens)
+    text = opening.text + str(tokenizer.decode(text_tokens))
     if opening.until is not None:
         at = text.find(opening.until, len(opening.text))
         if at >= 0:
@@ -237,9 +237,9 @@ def without_loops(texts: Sequence[Sequence[int]]) -> list[list[int]]:
         if run > same.shape[1]:
             continue
         counts = np.pad(np.cumsum(same, axis=1, dtype=np.int32), ((0, 0), (1, 0)))
-        found = counts[:, run:] - counts[:, :-run] == run
-        first = period + run + found.argmax(axis=1)
-        ends = np.where(found.any(axis=1), np.minimum(ends, first), ends)
+        loops = counts[:, run:] - counts[:, :-run] == run
+        first = period + run + loops.argmax(axis=1)
+        ends = np.where(loops.any(axis=1), np.minimum(ends, first), ends)
     return [list(text[:end]) for text, end in zip(texts, ends.tolist(), strict=True)]
 
 

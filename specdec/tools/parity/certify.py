@@ -70,9 +70,9 @@ def certify(
         decoder.tokenizer, prompts, ignore_chat_template=ignore_chat_template
     )
     for i, prompt in enumerate(encoded):
-        own = replace(params, seed=(params.seed or 0) + i, logprobs=not drawn)
+        prompt_params = replace(params, seed=(params.seed or 0) + i, logprobs=not drawn)
         try:
-            tasks.append(Task(prompt, decoder.bounds.check(prompt, own)))
+            tasks.append(Task(prompt, decoder.bounds.check(prompt, prompt_params)))
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
     if not tasks:

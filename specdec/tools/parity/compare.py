@@ -142,7 +142,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     ``None`` if both are equal.
     """
     pairs = enumerate(zip(a, b, strict=False))
-    found = next((i for i, (x, y) in pairs if x != y), None)
-    if found is None and len(a) != len(b):
+    index = next((i for i, (x, y) in pairs if x != y), None)
+    if index is None and len(a) != len(b):
         return min(len(a), len(b))
-    return found
+    return index

@@ -150,8 +150,8 @@ def certify_distribution(
         task = tasks[prompt]
         logits = plain.logits((*task.prompt.token_ids, *tokens))
         probabilities = mx.softmax(logits / task.params.temperature)
-        found = fit(counts, np.array(probabilities))
-        tests.append(PrefixTest(prompt, tokens, found))
+        chi_square = fit(counts, np.array(probabilities))
+        tests.append(PrefixTest(prompt, tokens, chi_square))
     return DistributionCertificate(
         prompts=len(tasks),
         draws=draws,

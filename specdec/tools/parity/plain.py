@@ -140,13 +140,13 @@ class PlainTarget:
             logits_processors=[lambda _, logits: logits.astype(mx.float32)],
             prompt_cache=self._caches(),
         )
-        tokens, found = [], []
+        tokens, token_logprobs = [], []
         for token, logprobs in steps:
             tokens.append(int(token))
-            found.append(float(logprobs[token]))
+            token_logprobs.append(float(logprobs[token]))
             if token in ends:
                 break
-        return PlainTokens(tuple(tokens), tuple(found))
+        return PlainTokens(tuple(tokens), tuple(token_logprobs))
 
     def logits(
         self,

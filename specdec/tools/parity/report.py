@@ -20,18 +20,18 @@ def summary(certificate: Certificate) -> str:
     return _distribution(certificate)
 
 
-def _tokens(found: TokenCertificate) -> str:
+def _tokens(certificate: TokenCertificate) -> str:
     lines = []
-    if found.divergences:
+    if certificate.divergences:
         header = ["prompt", "token", "plain", "engine", "gap at 1 x 1", "at verify"]
         header += ["noise", "of gap", "class"]
-        lines += [text_table([header, *map(_row, found.divergences)]), ""]
-    for divergence in found.divergences:
+        lines += [text_table([header, *map(_row, certificate.divergences)]), ""]
+    for divergence in certificate.divergences:
         if divergence.reason:
             where = f"prompt {divergence.prompt}, token {divergence.position}"
             lines.append(f"failure at {where}: {divergence.reason}")
-    lines += [f"error of prompt {i}: {error}" for i, error in found.errors]
-    lines.append(f"verdict: {_token_verdict(found)}")
+    lines += [f"error of prompt {i}: {error}" for i, error in certificate.errors]
+    lines.append(f"verdict: {_token_verdict(certificate)}")
     return "\n".join(lines)
 
 
@@ -55,26 +55,26 @@ def _token(token: Token | None) -> str:
     return "(end)" if token is None else f"{token.text!r} ({token.id})"
 
 
-def _token_verdict(found: TokenCertificate) -> str:
-    prompts = counted(found.prompts, "prompt")
-    share = f"{found.compared} of {found.tokens} tokens of {prompts}"
-    difference = f"log-probabilities within {found.logprob_difference:.2g}"
-    if found.verdict == "exact":
+def _token_verdict(certificate: TokenCertificate) -> str:
+    prompts = counted(certificate.prompts, "prompt")
+    share = f"{certificate.compared} of {certificate.tokens} tokens of {prompts}"
+    difference = f"log-probabilities within {certificate.logprob_difference:.2g}"
+    if certificate.verdict == "exact":
         return f"exact: {share} equal plain decoding; {difference}"
-    ties = counted(found.ties, "tie")
-    if found.verdict == "ties":
+    ties = counted(certificate.ties, "tie")
+    if certificate.verdict == "ties":
         return f"exact up to {ties}: {share} compared; {difference}"
-    if found.verdict == "incomplete":
+    if certificate.verdict == "incomplete":
         return (
             f"INCOMPLETE: {ties} used up the restarts, {share} compared: "
             "allow more restarts"
         )
-    failures = counted(found.failures, "failure")
+    failures = counted(certificate.failures, "failure")
     return f"FAILURE: {failures}, {ties}; {share} compared"
 
 
-def _distribution(found: DistributionCertificate) -> str:
-    worst = sorted(found.prefixes, key=lambda t: t.fit.p_value)[:SHOWN_PREFIXES]
+def _distribution(certificate: DistributionCertificate) -> str:
+    worst = sorted(certificate.prefixes, key=lambda t: t.fit.p_value)[:SHOWN_PREFIXES]
     header = ["prompt", "after", "draws", "chi-square", "df"]
     header += ["rare", "expected", "p"]
     rows = [
@@ -91,21 +91,22 @@ def _distribution(found: DistributionCertificate) -> str:
         for t in worst
     ]
     lines = [text_table([header, *rows]), ""] if rows else []
-    lines += [f"error of prompt {i}: {error}" for i, error in found.errors]
-    p_values = ", ".join(f"{name} {p:.2g}" for name, p in found.p_values.items())
+    lines += [f"error of prompt {i}: {error}" for i, error in certificate.errors]
+    p_values = ", ".join(f"{name} {p:.2g}" for name, p in certificate.p_values.items())
     tested = (
-        f"{found.draws} draws of {counted(found.prompts, 'prompt')}, "
-        f"{len(found.prefixes)} prefixes, chi-square {found.statistic:.1f} "
-        f"on {found.df}; p: {p_values}"
+        f"{certificate.draws} draws of {counted(certificate.prompts, 'prompt')}, "
+        f"{len(certificate.prefixes)} prefixes, chi-square {certificate.statistic:.1f} "
+        f"on {certificate.df}; p: {p_values}"
     )
     verdicts = {
         "consistent": "consistent with the target's distribution",
         "incomplete": "INCOMPLETE: nothing drafted came often enough: draw more",
         "failure": "FAILURE: not the target's distribution",
     }
-    if found.errors:
+    if certificate.errors:
         verdicts["failure"] = "FAILURE: rows ended with an error"
     lines.append(
-        f"verdict: {verdicts[found.verdict]} (false alarm {FALSE_ALARM:.0e}): {tested}"
+        f"verdict: {verdicts[certificate.verdict]} (false alarm {FALSE_ALARM:.0e}): "
+        f"{tested}"
     )
     return "\n".join(lines)

@@ -114,21 +114,21 @@ def certify_tokens(
         for task in each_shown(progress, "plain", tasks)
     ]
     comparison = _Comparison(decoder, plain, tasks, expected)
-    begun = dict.fromkeys(range(len(tasks)), 0)
+    starts = dict.fromkeys(range(len(tasks)), 0)
     restarts = 0
     for restart in range(max_restarts + 1):
         positions = [
-            comparison.take(i, begun[i], result)
+            comparison.take(i, starts[i], result)
             for i, result in each_shown(
-                progress, "comparing", list(zip(begun, results, strict=True))
+                progress, "comparing", list(zip(starts, results, strict=True))
             )
         ]
-        pairs = zip(begun, positions, strict=True)
-        begun = {i: position for i, position in pairs if position is not None}
-        if not begun or restart == max_restarts:
+        pairs = zip(starts, positions, strict=True)
+        starts = {i: position for i, position in pairs if position is not None}
+        if not starts or restart == max_restarts:
             break
-        restarts += len(begun)
-        again = [comparison.rest(i, position) for i, position in begun.items()]
+        restarts += len(starts)
+        again = [comparison.rest(i, position) for i, position in starts.items()]
         results = decode(decoder, again, counted(progress, "after ties", len(again)))
     return comparison.certificate(restarts)
 
@@ -164,7 +164,7 @@ class _Comparison:
         self._drafted = self._accepted = 0
         self._logprob_difference = 0.0
 
-    def take(self, i: int, begun: int, result: GenerationResult) -> int | None:
+    def take(self, i: int, start: int, result: GenerationResult) -> int | None:
         """Compare row ``i``, which the engine began at generated token ``begun``.
 
         Returns:
@@ -177,24 +177,24 @@ class _Comparison:
             self._errors.append((i, result.error or ""))
             return None
         tokens, expected = with_end(result), self._expected[i].tokens
-        at = first_difference(tokens, expected[begun:])
+        at = first_difference(tokens, expected[start:])
         agreed = len(tokens) if at is None else at
         reported = [t.logprob for t in result.logprobs or ()]
-        self._compare_logprobs(reported[:agreed], self._expected[i].logprobs[begun:])
+        self._compare_logprobs(reported[:agreed], self._expected[i].logprobs[start:])
         if at is None:
             self._compared[i] = len(expected)
             return None
         divergence = self._divergence(
             i,
-            begun + at,
+            start + at,
             tokens[at] if at < len(tokens) else None,
             reported[at] if at < len(reported) else None,
         )
         self._divergences.append(divergence)
         if divergence.kind == "failure":
-            self._compared[i] = begun + at
+            self._compared[i] = start + at
             return None
-        self._compared[i] = begun + at + 1
+        self._compared[i] = start + at + 1
         return self._compared[i] if self._compared[i] < len(expected) else None
 
     def _compare_logprobs(self, a: Sequence[float], b: Sequence[float]) -> None:
@@ -253,18 +253,18 @@ class _Comparison:
 
         def scored(logits: mx.array, rows: int, columns: int) -> Scores:
             params = task.params
-            found = scores(
+            adjusted = scores(
                 logits,
                 temperature=params.temperature,
                 seed=params.seed_key,
                 position=len(prompt) + position,
             )
-            best = mx.sort(found)[-2:]
+            best = mx.sort(adjusted)[-2:]
             return Scores(
                 batch_size=rows,
                 width=columns,
                 top2_gap=float(best[1] - best[0]),
-                gap=float(found[wanted] - found[token]),
+                gap=float(adjusted[wanted] - adjusted[token]),
             )
 
         return Evidence(
