@@ -125,8 +125,8 @@ def takes_single(model: nn.Module) -> bool:
 def _halves(module: nn.Module) -> list[mx.Dtype]:
     """The 16-bit types of its weights or their scales, which its queries have too."""
     arrays: Any = tree_flatten(module.parameters())
-    found = {array.dtype for _, array in arrays}
-    return [dtype for dtype in TYPES if dtype in found]
+    dtypes = {array.dtype for _, array in arrays}
+    return [dtype for dtype in TYPES if dtype in dtypes]
 
 
 def _head_sizes(module: Any) -> Iterable[int]:

@@ -72,17 +72,17 @@ def choose(
     name = _name(kind)
     if name in _ours:
         return
-    found = proofs.kept(name)
-    if found is None:
+    faster = proofs.kept(name)
+    if faster is None:
         try:
             ours = sum(_seconds(run, clock) for run, _ in runs)
             theirs = sum(_seconds(run, clock) for _, run in runs)
         except (RuntimeError, ValueError) as error:
             logger.debug("%s cannot be timed: %s", name, error)
             return
-        found = ours < theirs * (MARGIN if usual else 1 / MARGIN)
-        proofs.keep(name, found)
-    _ours[name] = found
+        faster = ours < theirs * (MARGIN if usual else 1 / MARGIN)
+        proofs.keep(name, faster)
+    _ours[name] = faster
 
 
 def chained(
@@ -110,14 +110,14 @@ def chained(
 def _seconds(run: Run, clock: Callable[[], float]) -> float:
     """The least seconds of a run, built while the run before it is computed."""
     mx.eval(*run())  # compiled now
-    waiting, times, begun = run(), [], clock()
+    waiting, times, start = run(), [], clock()
     mx.async_eval(*waiting)
     for _ in range(TIMES):
         following = run()
         mx.async_eval(*following)
         mx.eval(*waiting)
         end = clock()
-        times.append(end - begun)
-        waiting, begun = following, end
+        times.append(end - start)
+        waiting, start = following, end
     mx.eval(*waiting)
     return min(times[1:])

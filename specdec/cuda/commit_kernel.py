@@ -71,7 +71,7 @@ def commit(
         ``chosen`` packed (B, k + 3); ``recent`` and ``lengths`` after the round.
     """
     rows, width = chosen.shape
-    found: list[mx.array] = cuda_kernel("commit", _SETTLE, _INPUTS, _OUTPUTS)(
+    outputs: list[mx.array] = cuda_kernel("commit", _SETTLE, _INPUTS, _OUTPUTS)(
         inputs=[
             # In a round without draft tokens, ``inputs`` are a view, which would be
             # copied; the kernel does not read them then.
@@ -94,7 +94,7 @@ def commit(
         ],
         output_dtypes=[mx.int32] * len(_OUTPUTS),
     )
-    return tuple(found)
+    return tuple(outputs)
 
 
 @cache
@@ -120,8 +120,8 @@ def _agrees(reference: Callable[..., tuple[mx.array, ...]]) -> bool:
     return True
 
 
-def _read(found: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+def _read(outputs: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
     """The results that callers read: without the newest tokens of ended rows."""
-    kept, limit, rejected, packed, recent, lengths = found
+    kept, limit, rejected, packed, recent, lengths = outputs
     recent = mx.where(kept[:, None] > 0, recent, -1)
     return kept, limit, rejected, packed, recent, lengths

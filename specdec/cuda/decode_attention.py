@@ -190,9 +190,9 @@ def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> bool:
             *(x.astype(mx.float32) for x in (q, k, v)), scale=scale, mask=seen
         )
     for mask in (added, seen):
-        found = attention(q, k, v, scale, mask).astype(mx.float32)
+        attended = attention(q, k, v, scale, mask).astype(mx.float32)
         # Compared this way round, NaN is no agreement.
-        off = mx.abs(found - exact).max()
+        off = mx.abs(attended - exact).max()
         if not (off <= 0.02 * mx.abs(exact).max()).item():
             return False
     return True

@@ -53,9 +53,9 @@ def last_columns(ends: tuple[int, ...]) -> mx.array:
     ends += ends[-1:] * (_FEWEST_ENDS - len(ends))
     # If nothing held the host's array, the sum would take its memory.
     by_host = mx.array(ends, mx.int32)
-    made = by_host + mx.zeros(len(ends), mx.int32)
-    mx.eval(made)
-    return made
+    by_device = by_host + mx.zeros(len(ends), mx.int32)
+    mx.eval(by_device)
+    return by_device
 
 
 def whole_shape(shape: tuple[int, ...], ends: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,8 +143,8 @@ def _shortened(code: str) -> str:
     """
     lines: list[str] = []
     for line in code.splitlines():
-        kept = re.sub(r"\s+", " ", line.partition("//")[0]).strip()
-        if kept:
-            in_macro = kept.startswith("#") or (lines and lines[-1].endswith("\\"))
-            lines.append(kept if in_macro else _SPACES.sub(r"\1", kept))
+        short = re.sub(r"\s+", " ", line.partition("//")[0]).strip()
+        if short:
+            in_macro = short.startswith("#") or (lines and lines[-1].endswith("\\"))
+            lines.append(short if in_macro else _SPACES.sub(r"\1", short))
     return "".join(f"{line}\n" for line in lines)

@@ -35,11 +35,11 @@ def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
 
 def as_kind(layer: nn.Module, kind: Any) -> Any:
     """A layer of another class, with the same arrays and attributes."""
-    made = kind.__new__(kind)
+    layer_of_kind = kind.__new__(kind)
     # Arrays are items of a module, everything else attributes.
-    dict.update(made, layer)
-    vars(made).update(vars(layer))
-    return made
+    dict.update(layer_of_kind, layer)
+    vars(layer_of_kind).update(vars(layer))
+    return layer_of_kind
 
 
 def change_kinds(

@@ -112,9 +112,9 @@ def search(
         there is no match; and how many were found, k or 0, shape (B,).
     """
     rows = ring.shape[0]
-    taken = ("ring", "lengths", "recent", "numbers")
-    made = ("inputs", "found_lengths")
-    inputs, found = cuda_kernel("lookup", _SEARCH, taken, made)(
+    names = ("ring", "lengths", "recent", "numbers")
+    outputs = ("inputs", "found_lengths")
+    inputs, lengths_found = cuda_kernel("lookup", _SEARCH, names, outputs)(
         inputs=[ring, lengths, recent, _numbers(k, max_ngram, min_ngram)],
         template=[("THREADS", THREADS)],
         grid=(rows * THREADS, 1, 1),
@@ -122,7 +122,7 @@ def search(
         output_shapes=[(rows, k + 1), (rows,)],
         output_dtypes=[mx.int32, mx.int32],
     )
-    return inputs, found
+    return inputs, lengths_found
 
 
 def keep(
@@ -139,8 +139,8 @@ def keep(
         chosen: tokens of the round, shape (B, S), int32.
         kept: how many of them each row keeps, shape (B,), int32.
     """
-    taken = ("ring", "lengths", "recent", "chosen", "kept")
-    written: mx.array = cuda_kernel("lookup_keep", _KEEP, taken, ("out",))(
+    names = ("ring", "lengths", "recent", "chosen", "kept")
+    written: mx.array = cuda_kernel("lookup_keep", _KEEP, names, ("out",))(
         inputs=[ring, lengths, recent, chosen, kept],
         grid=(-(-ring.size // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -169,10 +169,10 @@ def _agree(
     lengths, recent = mx.array([8, 4, 301]), mx.array([[5, 6], [3, 9], [4, 4]])
     chosen, kept = mx.arange(9).reshape(3, 3), mx.array([2, 0, 3])
     options = {"max_ngram": 4, "min_ngram": 2}
-    found = search(ring, lengths, recent, 3, **options)
+    results = search(ring, lengths, recent, 3, **options)
     written = keep(ring, lengths, recent, chosen, kept)
     with mx.stream(mx.cpu):  # where MLX's operations are compiled already
         wanted = as_searched(ring, lengths, recent, 3, **options)
         as_wanted = as_kept(ring, lengths, recent, chosen, kept)
-    both = zip((*found, written), (*wanted, as_wanted), strict=True)
+    both = zip((*results, written), (*wanted, as_wanted), strict=True)
     return all(mx.array_equal(a, b).item() for a, b in both)

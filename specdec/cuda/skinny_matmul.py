@@ -396,7 +396,7 @@ def _agrees(
     if added is not None:
         exact = exact + added.astype(mx.float32)
     some = parts(x, w, added, (8, 11, columns))
-    found = product(x, w, added), mx.concatenate(some, axis=-1)
-    off = (mx.abs(one.astype(mx.float32) - exact).max() for one in found)
+    results = product(x, w, added), mx.concatenate(some, axis=-1)
+    off = (mx.abs(one.astype(mx.float32) - exact).max() for one in results)
     # Compared this way round, NaN is no agreement.
     return all((o <= 0.01 * mx.abs(exact).max()).item() for o in off)

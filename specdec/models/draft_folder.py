@@ -72,15 +72,15 @@ def fingerprint(model: nn.Module) -> str:
     Norms are never packed, and training a model changes them. Rounded to bfloat16, they
     are the same in a GGUF file, a folder made from it, and a quantized copy.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     every = sorted(arrays_of(model))
     norms = [(name, a) for name, a in every if "norm" in name and a.ndim == 1]
     for name, array in norms:
         short = name.removeprefix("language_model.")
-        found.update(f"{short} {array.size}".encode())
+        digest.update(f"{short} {array.size}".encode())
         rounded = array.astype(mx.bfloat16).astype(mx.float32)
-        found.update(np.array(rounded).tobytes())
-    return found.hexdigest()
+        digest.update(np.array(rounded).tobytes())
+    return digest.hexdigest()
 
 
 def is_made_for(card: dict[str, Any], target: LoadedModel) -> bool:
@@ -162,10 +162,10 @@ def lend(model: nn.Module, source: str, target: Described) -> None:
     lender = _lender(target)
     part = text_model(model, source, "lending an embedding")
     width = lender["model"]["norm"]["weight"].shape
-    found = part["model"]["norm"]["weight"].shape
-    if found != width:
+    head_width = part["model"]["norm"]["weight"].shape
+    if head_width != width:
         raise UnsupportedModelError(
-            f"{source} was made for a target of width {found[0]}, and "
+            f"{source} was made for a target of width {head_width[0]}, and "
             f"{target.name} has {width[0]}: name the target that it was made for"
         )
     part["model"]["embed_tokens"] = lender["model"]["embed_tokens"]

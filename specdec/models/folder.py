@@ -229,16 +229,21 @@ def _check_layers(config: Mapping[str, Any], file: Path, tensors: int) -> None:
 def _check_added_tokens(path: Path) -> None:
     """Check the files that transformers reads."""
     settings = _table(path / "tokenizer_config.json")
-    found = {"tokenizer_config.json": [*_marked(settings)]}
+    tokens_by_file = {"tokenizer_config.json": [*_marked(settings)]}
     if "added_tokens_decoder" in settings:
-        found["tokenizer_config.json"] += _members(settings["added_tokens_decoder"])
+        tokens_by_file["tokenizer_config.json"] += _members(
+            settings["added_tokens_decoder"]
+        )
     else:
         special = _table(path / "special_tokens_map.json")
         extra = special.pop("extra_special_tokens", None)
         tokens = _table(path / "tokenizer.json").get("added_tokens")
-        found["special_tokens_map.json"] = [*special.values(), *_members(extra)]
-        found["tokenizer.json"] = _members(tokens)
-    for name, tokens in found.items():
+        tokens_by_file["special_tokens_map.json"] = [
+            *special.values(),
+            *_members(extra),
+        ]
+        tokens_by_file["tokenizer.json"] = _members(tokens)
+    for name, tokens in tokens_by_file.items():
         for token in tokens:
             unknown = token.keys() - _TOKEN_FIELDS if isinstance(token, dict) else ()
             for field in unknown:

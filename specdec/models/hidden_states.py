@@ -40,9 +40,9 @@ class HiddenStates:
         Raises:
             UnsupportedModelError: a layer has not put out one state for the token.
         """
-        found = [self._outputs.get(i) for i in self._layers]
+        outputs = [self._outputs.get(i) for i in self._layers]
         self._outputs.clear()
-        for layer, output in zip(self._layers, found, strict=True):
+        for layer, output in zip(self._layers, outputs, strict=True):
             if output is None or output.shape[:-1] != (1, 1):
                 raise UnsupportedModelError(
                     f"{name}: layer {layer} does not put out one state for each token"

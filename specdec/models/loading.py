@@ -390,14 +390,14 @@ def _load_folder_or_hub(
     with explained(source):
         check_folder(folder)
         with plain_folder(folder) as plain:
-            found: Any = mlx_lm.load(  # its type does not say that it returns three
+            loaded: Any = mlx_lm.load(  # its type does not say that it returns three
                 str(plain),
                 tokenizer_config=tokenizer_config(trust_remote_code),
                 lazy=True,
                 return_config=True,
                 trust_remote_code=trust_remote_code,
             )
-        model, tokenizer, config = found
+        model, tokenizer, config = loaded
         if adapter_path is not None:
             adapt(model, adapter_path)
         if ranks is not None:

@@ -172,19 +172,19 @@ def outline_draft(
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return ModelOutline(skipping, target.config, draft.name, 0, target.tokens)
-    if (found := _outline_head(draft, target, parse_dtype(dtype))) is not None:
-        return found
+    if (outlined := _outline_head(draft, target, parse_dtype(dtype))) is not None:
+        return outlined
     if draft.bits is None and has_layers_only(read_card(draft.source)):
         check_no_adapter(draft)
         return _outline_layers(draft, target, parse_dtype(dtype), trust_remote_code)
     if draft.bits is None:
-        found = outline(
+        outlined = outline(
             draft.source,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             adapter_path=draft.adapter_path,
         )
-        return replace(found, name=draft.name)
+        return replace(outlined, name=draft.name)
     model, _ = quantized_copy(target.model, draft.bits, lazy=True)
     conversions = Conversions()
     conversions.quantizing(weights_of(target.model), weights_of(model))
@@ -260,8 +260,8 @@ def _folder(name: str, path: Path, revision: str | None = None) -> Path:
         check_folder(path)
         return path
     try:
-        found = _local_snapshot(name, revision)
-        path = Path(found)
+        snapshot = _local_snapshot(name, revision)
+        path = Path(snapshot)
     except Exception as error:  # the hub's client raises many kinds
         raise ModelNotFoundError(
             f"{name} is not a folder here, and was not downloaded from the hub: fetch "
@@ -361,11 +361,11 @@ def check_tokenizers(
     """
     if draft.tokens == target.tokens:
         return None
-    own = _with_tokenizer(target, trust_remote_code)
-    other = _with_tokenizer(draft, trust_remote_code)
-    if own is None or other is None:
+    of_target = _with_tokenizer(target, trust_remote_code)
+    of_draft = _with_tokenizer(draft, trust_remote_code)
+    if of_target is None or of_draft is None:
         return None
-    return map_vocabulary(own, other)
+    return map_vocabulary(of_target, of_draft)
 
 
 def _with_tokenizer(

@@ -147,16 +147,16 @@ def _like_the_model(runner: ModelRunner, singles: list[Any], name: str) -> list[
     caches = []
     for layer, (single, like) in enumerate(zip(singles, wanted, strict=True)):
         try:
-            made = _adopted(single, like)
+            adopted = _adopted(single, like)
         except (CacheError, AttributeError, TypeError, ValueError) as error:
             raise CacheError(f"{name}, layer {layer}: {error}") from error
-        for new, old in zip(members([made]), members([like]), strict=True):
+        for new, old in zip(members([adopted]), members([like]), strict=True):
             if new.kind != old.kind or _form(new) != _form(old):
                 raise CacheError(
                     f"{name}, layer {layer}: {_described(new)}, where the model has "
                     f"{_described(old)}"
                 )
-        caches.append(made)
+        caches.append(adopted)
     return caches
 
 

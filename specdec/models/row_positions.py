@@ -64,15 +64,15 @@ class _AFM7(nn.Module):
         shared = cache[-1]
         keys, values = shared.keys_and_values()
         for reusing in self.kv_reuse_layers:
-            own, x = reusing.self_attn, reusing.input_layernorm(h)
+            attention, x = reusing.self_attn, reusing.input_layernorm(h)
             rows, tokens, _ = x.shape
-            q = own.q_proj(x).reshape(rows, tokens, own.n_heads, -1)
-            q = own.q_norm(own.rope(q.transpose(0, 2, 1, 3), offset=offset))
-            found = scaled_dot_product_attention(
-                q, keys, values, cache=shared, scale=own.scale, mask=mask
+            q = attention.q_proj(x).reshape(rows, tokens, attention.n_heads, -1)
+            q = attention.q_norm(attention.rope(q.transpose(0, 2, 1, 3), offset=offset))
+            attended = scaled_dot_product_attention(
+                q, keys, values, cache=shared, scale=attention.scale, mask=mask
             )
-            found = found.transpose(0, 2, 1, 3).reshape(rows, tokens, -1)
-            h = h + own.out_proj(found)
+            attended = attended.transpose(0, 2, 1, 3).reshape(rows, tokens, -1)
+            h = h + attention.out_proj(attended)
             h = h + reusing.mlp(reusing.post_attention_layernorm(h))
         normed: mx.array = self.output_norm(h)
         return normed
@@ -207,11 +207,11 @@ def _llama4(model: Any) -> nn.Module:
     )
     part["model"] = trunk = mixed(part.model, _Llama4Model)
     for layer in own_layers(trunk):
-        own = layer.self_attn
-        if own.attn_temperature_tuning and not own.use_rope:
-            layer["self_attn"] = own = mixed(own, _Llama4Attention)
-            own.attn_temperature_tuning = 0
-            own["q_proj"] = _Scaled(own.q_proj)
+        attention = layer.self_attn
+        if attention.attn_temperature_tuning and not attention.use_rope:
+            layer["self_attn"] = attention = mixed(attention, _Llama4Attention)
+            attention.attn_temperature_tuning = 0
+            attention["q_proj"] = _Scaled(attention.q_proj)
     return twin
 
 

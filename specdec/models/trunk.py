@@ -127,10 +127,10 @@ class TargetEnds:
 
     def logits(self, h: mx.array) -> mx.array:
         """Logits (B, S, V) of normed hidden states (B, S, D)."""
-        given = calling(self.trunk, lambda usual, args, kwargs: h)
-        whole = with_part(self.model, self.path, given)
-        found: mx.array = whole(mx.zeros(h.shape[:2], mx.int32))
-        return found
+        returns_h = calling(self.trunk, lambda usual, args, kwargs: h)
+        whole = with_part(self.model, self.path, returns_h)
+        logits: mx.array = whole(mx.zeros(h.shape[:2], mx.int32))
+        return logits
 
 
 def _stop(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -236,14 +236,14 @@ class ImageEncoder:
         tokenizer = processor.tokenizer
         processor.tokenizer = recorder = _Recorder(tokenizer)
         try:
-            made = processor(
+            inputs = processor(
                 images=[_pil(image)], text=[self.marker], add_special_tokens=False
             )
         except Exception as error:  # a processor may raise anything
             raise self._not_taken(image, error) from error
         finally:
             processor.tokenizer = tokenizer
-        arrays = {key: _array(value) for key, value in made.items()}
+        arrays = {key: _array(value) for key, value in inputs.items()}
         tokens = tuple(int(t) for t in np.array(arrays.pop("input_ids")).reshape(-1))
         arrays.pop("attention_mask", None)
         inputs = _Inputs(recorder.text, tokens, arrays)

@@ -78,20 +78,20 @@ def map_vocabulary(target: LoadedModel, draft: LoadedModel) -> VocabularyMap | N
         return None
     if target.tokenizer.get_vocab() == draft.tokenizer.get_vocab():
         return None
-    own, other = _Pieces.of(target.tokenizer), _Pieces.of(draft.tokenizer)
-    same = _same_tokens(own, other)
-    share = len(same) / max(len(own.of_id), 1)
+    of_target, of_draft = _Pieces.of(target.tokenizer), _Pieces.of(draft.tokenizer)
+    same = _same_tokens(of_target, of_draft)
+    share = len(same) / max(len(of_target.of_id), 1)
     if share < LEAST_SHARE:
         raise VocabularyMismatchError(
             f"draft {draft.name} cannot draft for {target.name}: it has {len(same)} of "
-            f"its {len(own.of_id)} tokens, and a draft needs {LEAST_SHARE:.0%} of "
-            "them; take a draft of the target's family, or self:4bit"
+            f"its {len(of_target.of_id)} tokens, and a draft needs {LEAST_SHARE:.0%} "
+            "of them; take a draft of the target's family, or self:4bit"
         )
-    size = max(own.of_id) + 1
-    reads = np.full(size, other.fallback, np.int32)
+    size = max(of_target.of_id) + 1
+    reads = np.full(size, of_draft.fallback, np.int32)
     proposes = np.zeros(size, np.bool_)
-    lacking = {i: text for i, (text, _) in own.of_id.items() if i not in same}
-    closest = other.closest(lacking.values())
+    lacking = {i: text for i, (text, _) in of_target.of_id.items() if i not in same}
+    closest = of_draft.closest(lacking.values())
     for token, text in lacking.items():
         reads[token] = closest[text]
     for token, read in same.items():
@@ -164,7 +164,7 @@ class _Pieces:
         ends = {text[::-1]: i for (text, special), i in self.ids.items() if not special}
         ends.pop(b"", None)
         backwards = {text[::-1] for text in texts}
-        found: dict[bytes, int] = {}
+        closest: dict[bytes, int] = {}
         # In this order, a beginning of a text comes before the text, and between them
         # come only texts with the same beginning.
         beginnings: list[bytes] = []
@@ -175,15 +175,17 @@ class _Pieces:
                 beginnings.append(text)
             longest = beginnings[-1] if beginnings else None
             if text in backwards:
-                found[text[::-1]] = self.fallback if longest is None else ends[longest]
-        return found
+                closest[text[::-1]] = (
+                    self.fallback if longest is None else ends[longest]
+                )
+        return closest
 
 
 def _ids_of(
     tokenizer: Any, roles: Iterable[str], known: dict[int, Piece]
 ) -> dict[str, int]:
-    found = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
-    return {role: i for role, i in found.items() if isinstance(i, int) and i in known}
+    ids = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
+    return {role: i for role, i in ids.items() if isinstance(i, int) and i in known}
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,8 @@ class _Spelling:
             # Tokens that were added later may be plain text.
             if characters.keys() >= set(map(ord, token)):
                 return token.translate(characters).encode("latin-1")
-        elif self.byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(found[1])
+        elif self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
         return _utf8(token.replace(self.blank, " ") if self.blank else token)
 
 

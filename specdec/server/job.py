@@ -238,11 +238,11 @@ class Usage:
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Usage:
         """The sum over choices; a prompt of several choices counts once."""
-        own = [o for o in outcomes if o.begun.counts]
+        counted = [o for o in outcomes if o.begun.counts]
         results = [o.ended.result for o in outcomes if o.ended]
         return cls(
-            prompt=sum(o.begun.prompt_tokens for o in own),
-            cached=sum(o.ended.result.prefix_tokens for o in own if o.ended),
+            prompt=sum(o.begun.prompt_tokens for o in counted),
+            cached=sum(o.ended.result.prefix_tokens for o in counted if o.ended),
             generated=sum(o.num_tokens for o in outcomes),
             reasoning=sum(o.ended.reasoning_tokens for o in outcomes if o.ended),
             drafted=sum(r.drafted for r in results),

@@ -132,7 +132,7 @@ def _check_tensors(meta: _Metadata, config: dict[str, Any]) -> None:
     file, heads = meta.file, config["head_dim"]
     found_blocks = (re.match(r"blk\.(\d+)\.", name) for name in file.tensors)
     blocks = {block[1] for block in found_blocks if block}
-    found = [("block_count", config["num_hidden_layers"], len(blocks))]
+    sizes = [("block_count", config["num_hidden_layers"], len(blocks))]
     for key, size, name, axis in (
         ("embedding_length", config["hidden_size"], "token_embd", 1),
         ("feed_forward_length", config["intermediate_size"], "blk.0.ffn_down", 1),
@@ -151,8 +151,8 @@ def _check_tensors(meta: _Metadata, config: dict[str, Any]) -> None:
     ):
         info = file.tensors.get(f"{name}.weight")
         if info is not None:  # else loading reports it
-            found.append((key, size, info.shape[axis]))
-    for key, size, there in found:
+            sizes.append((key, size, info.shape[axis]))
+    for key, size, there in sizes:
         if size != there:
             raise ModelError(
                 f"{file.path} says {meta.architecture}.{key} for {shorten(size)}, and "
@@ -218,7 +218,7 @@ def _phi3(meta: _Metadata, head_dim: int) -> dict[str, Any]:
     """Configuration for RoPE over a part of the head, and factors for long contexts."""
     turned = int(meta.get("rope.dimension_count", head_dim))
     original = meta.get("rope.scaling.original_context_length")
-    found: dict[str, Any] = {"partial_rotary_factor": turned / head_dim}
+    settings: dict[str, Any] = {"partial_rotary_factor": turned / head_dim}
     factors = {}
     for length in ("long", "short"):
         info = meta.file.tensors.get(f"rope_factors_{length}.weight")
@@ -226,9 +226,9 @@ def _phi3(meta: _Metadata, head_dim: int) -> dict[str, Any]:
             rows = read_float_rows(meta.file, info, 0, info.rows).reshape(-1)
             factors[f"{length}_factor"] = [_tidy(factor) for factor in rows]
     if len(factors) == 2 and original is not None:
-        found["rope_scaling"] = {"type": "longrope", **factors}
-        found["original_max_position_embeddings"] = int(original)
-    return found
+        settings["rope_scaling"] = {"type": "longrope", **factors}
+        settings["original_max_position_embeddings"] = int(original)
+    return settings
 
 
 def _gemma3(meta: _Metadata) -> dict[str, Any]:
