@@ -52,23 +52,26 @@ def probe(
     kinds = subjects_of(model, ours=ours)
     if not matrices_of(model):
         raise click.UsageError(f"{short(name)} has no matrices to time: only experts")
-    found: list[Trial] = []
+    results: list[Trial] = []
     with Progress("kind", len(kinds), quiet=quiet) as progress:
         progress.add(0, what="timing products")
         for trial in trials(kinds, ours=ours, again=again):
-            found.append(trial)
+            results.append(trial)
             progress.add(1, what="timing products")
     if as_json:
-        results = [vars(each) for each in found]
-        show(json_text({"target": name, "machine": machine, "trials": results}))
+        show(
+            json_text(
+                {"target": name, "machine": machine, "trials": [*map(vars, results)]}
+            )
+        )
     else:
-        show(report(short(name), machine, found, ours=ours))
-    if not any(each.mlx for each in found):
+        show(report(short(name), machine, results, ours=ours))
+    if not any(each.mlx for each in results):
         raise click.exceptions.Exit(FAILURE)
 
 
 def report(
-    name: str, machine: dict[str, str], found: Sequence[Trial], *, ours: bool
+    name: str, machine: dict[str, str], results: Sequence[Trial], *, ours: bool
 ) -> str:
     """A block to paste into an issue: the machine, times by rows, and what failed."""
     lines = [
@@ -76,11 +79,11 @@ def report(
         f"specdec probe: {name}",
         ", ".join(f"{key} {value}" for key, value in machine.items() if value),
         "",
-        _table(found),
+        _table(results),
     ]
-    lines += [f"{e.name}: {e.fault}" for e in found if e.fault]
+    lines += [f"{e.name}: {e.fault}" for e in results if e.fault]
     if ours:
-        used = [e for e in found if e.used]
+        used = [e for e in results if e.used]
         lines += [f"{e.name}: used for {_ranges(e.used)} rows" for e in used]
         if not used:
             lines.append("no kernel of ours is used")
@@ -93,11 +96,11 @@ def report(
     return "\n".join(lines)
 
 
-def _table(found: Sequence[Trial]) -> str:
+def _table(results: Sequence[Trial]) -> str:
     """Milliseconds of one row, and how many times as long more rows take."""
-    rows = sorted({number for each in found for number in each.mlx})
+    rows = sorted({number for each in results for number in each.mlx})
     lines: list[list[str]] = [["matrix", "layers", "by", "ms", *map(str, rows[1:])]]
-    for each in found:
+    for each in results:
         for by, times in (("MLX", each.mlx), ("ours", each.ours)):
             if not times:
                 continue
@@ -106,7 +109,7 @@ def _table(found: Sequence[Trial]) -> str:
             head = [each.name, f"x{each.layers}"] if by == "MLX" else ["", ""]
             first = f"{one:.3f}" if by == "MLX" else ""
             lines.append([*head, by, first, *relative])
-    timed = [each for each in found if each.mlx.keys() == set(rows)]
+    timed = [each for each in results if each.mlx.keys() == set(rows)]
     if len(timed) > 1:
         whole = {n: sum(e.layers * e.mlx[n] for e in timed) for n in rows}
         one = whole[rows[0]]

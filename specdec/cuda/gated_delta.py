@@ -26,7 +26,7 @@ from mlx_lm.models.activations import precise_swiglu
 from . import gated_delta_source as text
 from .kernels import cuda_kernel
 from .proofs import holds, unfused
-from .to_metal import metal_kernel
+from .to_metal import in_metal, metal_kernel, translated
 
 # Limits of the kernel: heads up to these sizes. Each
 # block computes a head of values. LANES threads share ROWS rows of its state, in
@@ -170,8 +170,11 @@ def _kernel(name: str, eps: float, again: bool, ragged: bool) -> Any:
         inputs, outputs = (*inputs, "noted", "kept_of"), (*outputs, "middle")
     if ragged:
         inputs = (*inputs, "lengths")
-    make = metal_kernel if mx.metal.is_available() else cuda_kernel
-    return make(name, source, inputs, outputs, header=text.HEADER, copies_views=False)
+    make: Any = cuda_kernel
+    header = text.HEADER
+    if mx.metal.is_available():
+        make, source, header = metal_kernel, translated(source), in_metal(header)
+    return make(name, source, inputs, outputs, header=header, copies_views=False)
 
 
 def scan(

@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-#: What Metal calls other names, or lacks.
-HEADER = """
-// ln(1 + x) for 0 <= x <= 1: the error of 1 + x is divided out (Kahan).
+# ln(1 + x) for 0 <= x <= 1, which Metal lacks: the error of 1 + x is divided out
+# (Kahan).
+_LOG1P = """
 METAL_FUNC float log1p_of(float x) {
   const float y = 1.0f + x;
   return y == 1.0f ? x : metal::precise::log(y) * (x / (y - 1.0f));
@@ -35,6 +35,8 @@ _NAMES = {
     r"(?<![:\w])min\(": "metal::min(",
     r"\blog1pf\(": "log1p_of(",
     r"\bmake_float4\(": "float4(",
+    r"__shfl_xor_sync\(0xffffffffu, ": "metal::simd_shuffle_xor(",
+    r"__device__ __forceinline__ ": "METAL_FUNC ",
     r"\bfloat4& ": "thread float4& ",
     r"#pragma unroll(?: 1)?\n": "\n",
 }
@@ -44,8 +46,13 @@ _POINTER = re.compile(r"((?:const )?\w+)\* (\w+)( =\s*)([^;]+);")
 _CAST = re.compile(r"reinterpret_cast<((?:const )?\w+)\*>\(")
 
 
+def in_metal(header: str) -> str:
+    """A kernel's header in Metal's language; its functions have no pointers."""
+    return _LOG1P + _renamed(header)
+
+
 def translated(code: str) -> str:
-    """A kernel's body or header in Metal's language."""
+    """A kernel's body in Metal's language."""
     code = re.sub(r"//.*", "", code)
     shared = {
         re.match(r"\w+", each.strip())[0]  # type: ignore[index]
@@ -68,7 +75,10 @@ def translated(code: str) -> str:
         return f"reinterpret_cast<{_spaced(found[1], space(given))}*>("
 
     code = _POINTER.sub(pointer, code)
-    code = _CAST.sub(cast, code)
+    return _renamed(_CAST.sub(cast, code))
+
+
+def _renamed(code: str) -> str:
     for name, metal in _NAMES.items():
         code = re.sub(name, metal, code)
     return code
@@ -114,11 +124,11 @@ def metal_kernel(
     header: str = "",
     copies_views: bool = True,
 ) -> Any:
-    """The function that launches a text of CUDA's on Metal.
+    """The function that launches ``source``, see :func:`mx.fast.metal_kernel`.
 
     Args: as for :func:`specdec.cuda.kernels.cuda_kernel`.
     """
-    source, header = translated(source), HEADER + translated(header)
+    # MLX finds compiled kernels by name.
     version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     return mx.fast.metal_kernel(
         name=f"specdec_{name}_{version}",

@@ -1,4 +1,4 @@
-"""Metal kernels, each with its proof; imports nothing else of specdec but ``cuda``.
+"""Metal kernels, each with its proof; imports of specdec only ``cuda`` and ``utils``.
 
 Nobody has run them on a Mac. Each is off until ``specdec probe`` has proven and timed
 it on the machine at hand.

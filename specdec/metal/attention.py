@@ -16,7 +16,6 @@ was measured.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -25,6 +24,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import base
+
+from ..cuda.to_metal import metal_kernel
 
 #: Head sizes, and queries of a row, that the kernel takes.
 SIZES, MOST_TOKENS = (64, 128, 192, 256), 8
@@ -118,11 +119,11 @@ SOURCE = """
     for (int f = 0; f < D / 16; ++f) {
       const metal::vec<float, 4> four =
           four_at(key + 4 * f * k_strides[3], k_strides[3], near);
-      for (int half_of = 0; half_of < 2; ++half_of) {
+      for (int pair = 0; pair < 2; ++pair) {
         metal::simdgroup_matrix<float, 8, 8> a, b;
-        a.thread_elements()[0] = four[2 * half_of];
-        a.thread_elements()[1] = four[2 * half_of + 1];
-        const int d = (row >> 1) * (D / 4) + 4 * f + 2 * half_of + (row & 1);
+        a.thread_elements()[0] = four[2 * pair];
+        a.thread_elements()[1] = four[2 * pair + 1];
+        const int d = (row >> 1) * (D / 4) + 4 * f + 2 * pair + (row & 1);
         for (int r = 0; r < QT; ++r) {
           b.thread_elements()[0] = room[(8 * r + column) * WIDE + d];
           b.thread_elements()[1] = room[(8 * r + column + 1) * WIDE + d];
@@ -258,14 +259,9 @@ class Form(NamedTuple):
 def _kernel(scale: float) -> Any:
     # The kernel computes powers of two, so scores are scaled by log2(e).
     source = SOURCE.replace("@SCALE@", f"{scale * log2(e):.9e}")
-    version = hashlib.sha256((HEADER + source).encode()).hexdigest()[:12]
-    return mx.fast.metal_kernel(
-        name=f"specdec_attention_{version}",
-        input_names=["q", "k", "v", "mask"],
-        output_names=["out"],
-        source=source,
-        header=HEADER,
-        ensure_row_contiguous=False,
+    arrays = "q", "k", "v", "mask"
+    return metal_kernel(
+        "attention", source, arrays, ("out",), header=HEADER, copies_views=False
     )
 
 
@@ -340,8 +336,8 @@ def faults(form: Form, tokens: tuple[int, ...] = (1, 2, 5, 8)) -> str:
             for i, (h, n) in enumerate(shapes)
         )
         lengths = mx.array([columns - 30, columns])[:, None, None, None]
-        own = mx.arange(1 - number, 1)[:, None]
-        sees = mx.arange(columns) < lengths + own
+        later = mx.arange(1 - number, 1)[:, None]
+        sees = mx.arange(columns) < lengths + later
         for mask in (sees, mx.repeat(sees, heads, axis=1), "causal"):
             with mx.stream(mx.cpu):
                 wide = (x.astype(mx.float32) for x in (q, k, v))
@@ -349,8 +345,8 @@ def faults(form: Form, tokens: tuple[int, ...] = (1, 2, 5, 8)) -> str:
                     *wide, scale=scale, mask=mask
                 )
                 mx.eval(exact)
-            found = attention(q, k, v, scale, mask).astype(mx.float32)
-            off: Any = (mx.abs(found - exact).max() / mx.abs(exact).max()).item()
+            ours = attention(q, k, v, scale, mask).astype(mx.float32)
+            off: Any = (mx.abs(ours - exact).max() / mx.abs(exact).max()).item()
             # Compared this way round, NaN is no agreement.
             if not off <= allowed:
                 return f"{number} queries of {columns} keys are off by {off:.1e}"

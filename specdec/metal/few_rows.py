@@ -18,13 +18,14 @@ out. So a row has the same bits whatever is computed beside it. No speed was mea
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from ..cuda.to_metal import metal_kernel
 
 #: What the kernel supports: bits of a number, numbers that share a scale, and rows.
 BITS, GROUPS, MOST_ROWS = (4, 8), (32, 64, 128), 16
@@ -125,8 +126,8 @@ SOURCE = """
         total += metal::simd_shuffle_xor(total, 4);
         total += metal::simd_shuffle_xor(total, 16);
         for (int c = 0; c < CT; ++c) {
-          thread auto& held = dots[c][r].thread_elements();
-          const float dot = reinterpret_cast<thread metal::vec<float, 2>&>(held)[j];
+          thread auto& pair = dots[c][r].thread_elements();
+          const float dot = reinterpret_cast<thread metal::vec<float, 2>&>(pair)[j];
           sums[c][r][j] =
               metal::fma(float(scale_of[c][g]), dot,
                          metal::fma(float(bias_of[c][g]), total, sums[c][r][j]));
@@ -201,15 +202,8 @@ class Kind(NamedTuple):
 
 @cache
 def _kernel() -> Any:
-    # MLX finds compiled kernels by name.
-    version = hashlib.sha256((HEADER + SOURCE).encode()).hexdigest()[:12]
-    return mx.fast.metal_kernel(
-        name=f"specdec_few_rows_{version}",
-        input_names=["w", "scales", "biases", "x"],
-        output_names=["y"],
-        source=SOURCE,
-        header=HEADER,
-    )
+    arrays = "w", "scales", "biases", "x"
+    return metal_kernel("few_rows", SOURCE, arrays, ("y",), header=HEADER)
 
 
 def product(
@@ -253,8 +247,8 @@ def product(
         output_shapes=[(rows, width)],
         output_dtypes=[x.dtype],
     )
-    product: mx.array = out.reshape(*x.shape[:-1], width)
-    return product
+    shaped: mx.array = out.reshape(*x.shape[:-1], width)
+    return shaped
 
 
 def faults(kind: Kind, rows: Sequence[int]) -> str:
@@ -275,14 +269,14 @@ def faults(kind: Kind, rows: Sequence[int]) -> str:
         right = x.astype(mx.float32) @ unpacked.T
         most = mx.abs(right).max()
 
-    def found(some: mx.array) -> mx.array:
+    def computed(some: mx.array) -> mx.array:
         return product(some, packed, bits=kind.bits, group_size=kind.group_size)
 
-    alone = mx.concatenate([found(x[i : i + 1]) for i in range(MOST_ROWS)])
+    alone = mx.concatenate([computed(x[i : i + 1]) for i in range(MOST_ROWS)])
     # A rounding of the result, and of float32 sums of K numbers.
     allowed = {mx.bfloat16: 2**-8, mx.float16: 2**-10, mx.float32: 2**-18}[kind.dtype]
     for number in rows:
-        some = found(x[:number])
+        some = computed(x[:number])
         off = mx.abs(some.astype(mx.float32) - right[:number]).max() / most
         # Compared this way round, NaN is no agreement.
         if not (off <= allowed).item():
@@ -305,8 +299,8 @@ def _computes(layer: Any, x: mx.array) -> bool:
 
 def _of_layer(layer: Any, x: mx.array) -> mx.array:
     packed = layer["weight"], layer["scales"], layer["biases"]
-    found = product(x, packed, bits=layer.bits, group_size=layer.group_size)
-    return found + layer["bias"] if "bias" in layer else found
+    out = product(x, packed, bits=layer.bits, group_size=layer.group_size)
+    return out + layer["bias"] if "bias" in layer else out
 
 
 class FewRowsLinear(nn.QuantizedLinear):

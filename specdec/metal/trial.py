@@ -86,7 +86,7 @@ def try_form(request: dict[str, Any]) -> dict[str, Any]:
     }
     if not fault:
         hows["ours"] = scan
-    found: dict[str, dict[int, float]] = {name: {} for name in hows}
+    times: dict[str, dict[int, float]] = {name: {} for name in hows}
     for tokens in request["rows"]:
         drawn = gated_delta.drawn(form, 1, tokens)
         mx.eval(drawn)
@@ -94,8 +94,8 @@ def try_form(request: dict[str, Any]) -> dict[str, Any]:
             {n: partial(_layers, form, drawn, tokens, how) for n, how in hows.items()}
         )
         for name, seconds in took.items():
-            found[name][tokens] = 1e3 * seconds / _LAYERS
-    return {"fault": fault, "mlx": {}, "ours": {}, **found}
+            times[name][tokens] = 1e3 * seconds / _LAYERS
+    return {"fault": fault, "mlx": {}, "ours": {}, **times}
 
 
 def try_attention(request: dict[str, Any]) -> dict[str, Any]:
@@ -111,15 +111,15 @@ def try_attention(request: dict[str, Any]) -> dict[str, Any]:
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i in range(_LAYERS)
     ]
-    found: dict[str, dict[int, float]] = {"mlx": {}, "ours": {}}
+    times: dict[str, dict[int, float]] = {"mlx": {}, "ours": {}}
     for tokens in request["rows"]:
         q = mx.random.normal((1, heads, tokens, size)).astype(dtype)
         mx.eval(q, caches)
         some = {n: h for n, h in hows.items() if n == "mlx" or tokens > 1}
         chains = {n: partial(_attended, how, q, caches) for n, how in some.items()}
         for name, seconds in _in_turns(chains).items():
-            found[name][tokens] = 1e3 * seconds / _LAYERS
-    return {"fault": fault, **found}
+            times[name][tokens] = 1e3 * seconds / _LAYERS
+    return {"fault": fault, **times}
 
 
 def _mlx_attention(
@@ -205,15 +205,15 @@ def _times(
     length = max(1, min(_MOST_PRODUCTS, int(_SECONDS / max(once(), 1e-6))))
     for i in range(1, min(length, -(-_BYTES // bytes_each))):
         matrices.append(_matrix(kind, i))
-    found: dict[str, dict[int, float]] = {name: {} for name in timed}
+    times: dict[str, dict[int, float]] = {name: {} for name in timed}
     for number in rows:
         x = _input(kind, number)
         # One row, and more than 16, are MLX's.
         some = {n: p for n, p in timed.items() if n == "mlx" or 1 < number <= 16}
         chains = {n: _chain(p, matrices, length, x) for n, p in some.items()}
         for name, seconds in _in_turns(chains).items():
-            found[name][number] = 1e3 * seconds / length
-    return found
+            times[name][number] = 1e3 * seconds / length
+    return times
 
 
 def _input(kind: Kind, rows: int) -> mx.array:

@@ -148,6 +148,7 @@ def test_a_machine_without_metal_times_mlx_s_products(child: type[FakeChild]) ->
         assert proofs.kept(verdict(KIND, (2, 4))) is None
 
 
+@pytest.mark.skipif(mx.metal.is_available(), reason="there the trial is real")
 def test_a_process_of_its_own_fails_alone() -> None:
     """Here MLX has no Metal: the trial says so, and MLX's products are timed."""
     found = probe(rows=(1, 2))
