@@ -35,8 +35,6 @@ _NAMES = {
     r"(?<![:\w])min\(": "metal::min(",
     r"\blog1pf\(": "log1p_of(",
     r"\bmake_float4\(": "float4(",
-    r"__shfl_xor_sync\(0xffffffffu, ": "metal::simd_shuffle_xor(",
-    r"__device__ __forceinline__ ": "METAL_FUNC ",
     r"\bfloat4& ": "thread float4& ",
     r"#pragma unroll(?: 1)?\n": "\n",
 }
