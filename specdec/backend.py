@@ -22,8 +22,8 @@ from .utils.process import may_use_cuda, user_visible
 
 #: How many rounds the device may be computing while the host builds another one.
 LOOKAHEAD = 1
-#: Tokens of a prefill chunk, of all rows: see :meth:`BackendDefaults.layers_ahead`.
-SOME_TOKENS, MANY_TOKENS = 512, 4096
+#: Tokens of a prefill chunk, of all rows, that are many for a layer.
+MANY_TOKENS = 4096
 #: The most bytes of a prompt's logits, in float32, that are scored at once.
 SCORED_BYTES = 64 * 2**20
 #: The versions that the tests ran with, as in requirements.lock.
@@ -101,13 +101,13 @@ class BackendDefaults:
     def layers_ahead(self, num_tokens: int) -> int:
         """Layers of a prefill chunk that wait for the device besides the one computed.
 
-        The more tokens, the longer a layer takes, and the more it holds. With
-        ``MANY_TOKENS`` handing one over takes a thirtieth of that.
+        With ``MANY_TOKENS`` a layer takes so long that one is enough, and its hidden
+        states take most memory.
 
         Args:
             num_tokens: tokens of all rows, padding included.
         """
-        return 2 - (num_tokens >= SOME_TOKENS) - (num_tokens >= MANY_TOKENS)
+        return 1 if num_tokens >= MANY_TOKENS else 2
 
     def rows_to_keep(self, rows: int, running: int) -> int:
         """How many of a batch's ``rows`` to keep when only ``running`` still run.

@@ -100,7 +100,9 @@ def chained(
 
     def chain(x: mx.array) -> mx.array:
         for product in islice(cycle(products), count):
-            x = x + product(x)[..., :1]
+            # An operation between broadcast and sum, or MLX compiles a kernel of both.
+            first = mx.broadcast_to(product(x)[..., :1], x.shape)
+            x = mx.squeeze(mx.expand_dims(x, 0) + mx.expand_dims(first, 0), 0)
         return x
 
     compiled = mx.compile(chain)

@@ -61,7 +61,7 @@ def attention(
     keys: mx.array,
     values: mx.array,
     scale: float,
-    mask: mx.array | str,
+    mask: mx.array | str | None,
 ) -> mx.array:
     """Scaled dot-product attention of few queries.
 
@@ -70,14 +70,15 @@ def attention(
         keys, values: shape (B, KV, L, D), KV a divisor of H.
         scale: factor of the products of queries and keys.
         mask: shape (B or 1, 1, S, L), boolean, or of the queries' type and added; or
-            ``"causal"``: the last query sees all keys, the one before it one fewer.
+            ``"causal"``: the last query sees all keys, the one before it one fewer; or
+            ``None`` for one query, which sees all.
 
     Returns:
         Shape (B, H, S, D), the heads of a token one after the other in memory.
         :func:`takes` says what it can compute.
     """
     rows, heads, tokens, size = queries.shape
-    if isinstance(mask, str):
+    if not isinstance(mask, mx.array):
         mask = _causal(tokens, keys.shape[2])
     kind = "bool" if mask.dtype == mx.bool_ else "added"
     pieces = -(-keys.shape[2] // SPAN)
@@ -122,8 +123,8 @@ def _causal(tokens: int, columns: int) -> mx.array:
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     """Whether this attention is left to :func:`attention`.
 
-    It takes only head sizes that :func:`proven` was asked about. Queries without a mask
-    have a fast kernel of MLX's.
+    It takes only head sizes that :func:`proven` was asked about. For one query without a
+    mask MLX has a fast kernel, but not with the widest heads.
     """
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return False
@@ -138,7 +139,11 @@ def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
         and heads % keys.shape[1] == 0
         and queries.dtype in TYPES
         and queries.dtype == keys.dtype == values.dtype
-        and (_shown(mask, queries, keys) or (mask == "causal" and tokens > 1))
+        and (
+            _shown(mask, queries, keys)
+            or (isinstance(mask, str) and mask == "causal" and tokens > 1)
+            or (mask is None and tokens == 1 and size == SIZES[-1])
+        )
     )
 
 

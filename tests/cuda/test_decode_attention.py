@@ -250,6 +250,8 @@ def arrays(**changes: Any) -> dict[str, Any]:
         ),
         ({"keys": (mx.zeros((2, 2, 40, 8)),) * 3}, False),
         ({"tokens": 1, "mask": "causal"}, False),
+        ({"tokens": 1, "mask": None, "size": 256}, True),
+        ({"size": 256, "mask": None}, False),
     ],
 )
 def test_what_the_kernel_takes(

@@ -66,7 +66,7 @@ def test_attention_with_any_mask(size: int, dtype: mx.Dtype) -> None:
         q, k, v = drawn(rows, heads, kv, tokens, held, size, dtype)
         seen = visible(rows, tokens, held)
         added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
-        for mask in (seen, seen[:1], added, "causal"):
+        for mask in (seen, seen[:1], added, "causal", *[None] * (tokens == 1)):
             exact = reference(q, k, v, 0.1, mask)
             found = decode_attention.attention(q, k, v, 0.1, mask)
             assert found.shape == q.shape

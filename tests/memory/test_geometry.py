@@ -261,19 +261,12 @@ MEASURED = {
 }
 
 
-class Measured(BackendDefaults):
-    """As it was then."""
-
-    def layers_ahead(self, num_tokens: int) -> int:
-        return 1 if num_tokens >= 4096 else 2
-
-
 @pytest.mark.parametrize("shape", MEASURED)
 def test_prefill_on_a_gpu_holds_what_is_planned(shape: str) -> None:
     """Unpacked matrices that are left out pass a limit; ten layers of them fill it."""
     model, config = undrawn_model(shape, packing=(64, 4))
     model.set_dtype(mx.bfloat16)
-    cuda = Measured(**vars(backend.defaults("cuda")))
+    cuda = backend.defaults("cuda")
     options = cache_options(EngineConfig(), cuda)
     target = geometry_of(model, config, shape, options, kernels=True)
     plan = MemoryPlan(target=target, prefill_step_size=512, backend=cuda)
