@@ -123,8 +123,8 @@ def _causal(tokens: int, columns: int) -> mx.array:
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     """Whether this attention is left to :func:`attention`.
 
-    It takes only head sizes that :func:`proven` was asked about. For one query without a
-    mask MLX has a fast kernel, but not with the widest heads.
+    It takes only head sizes that :func:`proven` was asked about. For one query without
+    a mask MLX has a fast kernel, but not with the widest heads.
     """
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return False
