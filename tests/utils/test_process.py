@@ -155,6 +155,19 @@ def test_the_user_s_folder_of_kernels_is_taken(
     assert run_with_gpus(["-c", KERNELS], None, tmp_path)[0] == "/some/where\n"
 
 
+def test_a_folder_of_the_starting_process_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica on another kind of GPU would load code for the first one."""
+    other = tmp_path / "cache" / "specdec" / "cuda-of-another-gpu"
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(other))
+    output, _ = run_with_gpus(["-c", KERNELS], None, tmp_path)
+    folder = Path(output.strip())
+    assert folder.parent == other.parent
+    assert folder.is_dir()
+    assert folder != other
+
+
 def test_no_kernel_is_read_that_others_could_write(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
