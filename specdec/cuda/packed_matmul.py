@@ -464,8 +464,8 @@ def choose(layers: Sequence[Any]) -> None:
 
     def compare(name: choices.Kind, rows: int, other: Any, *, usual: bool) -> None:
         x = mx.ones((rows, kind.length), kind.dtype)
-        # MLX may hold all that a chain unpacks.
-        count = choices.PRODUCTS if rows == 1 else MOST_HELD
+        # MLX may hold all that a chain unpacks, and unpacks a matrix once for a graph.
+        count = choices.PRODUCTS if rows == 1 else min(MOST_HELD, len(some))
         by_ours, by_other = (
             choices.chained([partial(each, layer) for layer in some], x, count)
             for each in (ours, other)

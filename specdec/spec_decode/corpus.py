@@ -181,8 +181,8 @@ class Corpora:
         if self._arrays[0] != key:
             tokens, places = zip(*(corpus.arrays() for corpus in used), strict=True)
             arrays = (
-                tokens[0] if len(tokens) == 1 else mx.concatenate(tokens),
-                places[0] if len(places) == 1 else mx.concatenate(places),
+                tokens[0] if len(tokens) == 1 else mx.concatenate(list(tokens)),
+                places[0] if len(places) == 1 else mx.concatenate(list(places)),
                 mx.array([used[i].end if i >= 0 else 0 for i in rows], mx.int32),
                 mx.array(rows, mx.int32),
             )
