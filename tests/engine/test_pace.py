@@ -70,20 +70,28 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: Iterator[float]) -> None:
     monkeypatch.setattr(Pace, "take", take)
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_slow_chunk_is_followed_by_narrower_ones(
-    target: Any, beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only where rows decode; the tokens are the same."""
+def widths_of(monkeypatch: pytest.MonkeyPatch, most: int = 10**6) -> list[int]:
+    """Widths of prefill chunks from now on; wider ones than ``most`` fail."""
     widths: list[int] = []
     right = ModelRows._padded_forward
 
     def forward(self: ModelRows, tokens: mx.array, *args: Any, **more: Any) -> mx.array:
         if tokens.shape[1] > 2:
             widths.append(tokens.shape[1])
+        if tokens.shape[1] > most:
+            raise RuntimeError("out of memory")
         return right(self, tokens, *args, **more)
 
     monkeypatch.setattr(ModelRows, "_padded_forward", forward)
+    return widths
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_slow_chunk_is_followed_by_narrower_ones(
+    target: Any, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where rows decode; the tokens are the same."""
+    widths = widths_of(monkeypatch)
     slow(monkeypatch, repeat(9.0))
     engine = engine_of(target, None, backend=BY_LAYERS, prefill_step_size=128)
     short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
@@ -142,23 +150,13 @@ def test_a_narrow_chunk_that_fails_is_not_tried_wider(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quarter of the widest is more than what has failed."""
-    widths: list[int] = []
-    right = ModelRows._padded_forward
-
-    def forward(self: ModelRows, tokens: mx.array, *args: Any, **more: Any) -> mx.array:
-        if tokens.shape[1] > 2:
-            widths.append(tokens.shape[1])
-        if tokens.shape[1] > 32:
-            raise RuntimeError("out of memory")
-        return right(self, tokens, *args, **more)
-
     engine = engine_of(target, None, backend=BY_LAYERS, prefill_step_size=512)
     short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
     engine.add(short)
     while len(short.tokens) < 5:
         engine.step()
     engine._pace.step = 64
-    monkeypatch.setattr(ModelRows, "_padded_forward", forward)
+    widths = widths_of(monkeypatch, most=32)
     long = Request(1, "", tuple(LONG), SamplingParams(max_tokens=9))
     engine.add(long)
     while engine.busy:
