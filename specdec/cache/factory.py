@@ -201,7 +201,12 @@ def check_caches(
     )
     module = type(model).__module__
     try:
-        _try(model, make_batch_caches(model, 3, small, name))
+        caches = make_batch_caches(model, 3, small, name)
+        if any(isinstance(each, BatchCacheList) for each in caches):
+            # An indexer may add to the mask only once rows are long.
+            options = replace(options, mask_heads=1)
+            caches = make_batch_caches(model, 3, replace(small, mask_heads=1), name)
+        _try(model, caches)
     except GroupSizeError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
     except UnsupportedModelError:

@@ -53,6 +53,14 @@ def test_every_architecture_is_exact_or_refused(arch: str) -> None:
     assert line(arch, model) in PAGE, WRITE
 
 
+@pytest.mark.parametrize(
+    "arch", ["deepseek_v32", "gemma3n", "gpt_oss", "longcat_flash", "minimax_m3_vl"]
+)
+def test_masks_of_all_heads(arch: str) -> None:
+    """Metal's masks: an indexer's are combined with them, in rows that are long."""
+    assert differences(arch, build(arch), backend=METAL) == []
+
+
 # Latent attention, twice a layer too; keys that layers share; attention sinks. All but
 # llama's are unpacked for attention.
 PACKED: dict[str, dict[str, Any]] = {
