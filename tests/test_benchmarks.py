@@ -119,6 +119,8 @@ SHAPES = (
         (profile_round, "--target random:", 2, f"no shape ''; {SHAPES}"),
         (profile_round, "--target random:tiny:x", 2, "'x' is no number of layers"),
         (profile_round, "--target random:tiny:", 2, SHAPES),
+        (profile_round, "--target random:tiny:1000", 2, "999 at most"),
+        (profile_round, f"--target random:tiny:{'9' * 5000}", 2, "999 at most"),
         (profile_round, "--draft random:tiny:0", 2, SHAPES),
         (profile_round, "--target ./nowhere", 2, "nowhere"),
         (profile_round, "--draft random:foo", 2, f"no shape 'foo'; {SHAPES}"),

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ...errors import ConfigError
 from ...models import LoadedModel, load, load_draft
 from ...models.loading import fit
+from ...utils.printable import quoted, shorten
 
 DTYPES = {
     "float32": mx.float32,
@@ -207,14 +208,16 @@ def random_shape(source: str) -> tuple[str, int | None]:
     shape, colon, layers = source.removeprefix("random:").partition(":")
     if shape not in SHAPES:
         raise ConfigError(
-            f"{source}: no shape {shape!r}; shapes are {', '.join(SHAPES)}"
+            f"{shorten(source)}: no shape {quoted(shape)}; shapes are "
+            f"{', '.join(SHAPES)}"
         )
     if not colon:
         return shape, None
-    if not re.fullmatch("0*[1-9][0-9]*", layers):
+    if not re.fullmatch("0*[1-9][0-9]{0,2}", layers):
         raise ConfigError(
-            f"{source}: {layers!r} is no number of layers: write random:{shape}:4, "
-            f"or random:{shape} for all; shapes are {', '.join(SHAPES)}"
+            f"{shorten(source)}: {quoted(layers)} is no number of layers: write "
+            f"random:{shape}:4, 999 at most, or random:{shape} for all; shapes are "
+            f"{', '.join(SHAPES)}"
         )
     return shape, int(layers)
 
