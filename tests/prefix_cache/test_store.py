@@ -48,6 +48,22 @@ def test_the_least_recently_used_leaves_memory(use: str) -> None:
     assert reused(store) == [SIZE, 0, SIZE]
 
 
+def test_what_others_stand_on_leaves_last() -> None:
+    """A shared prefix, evicted before an answer that is useless without it."""
+    store = PrefixStore(memory=2 * 4 * SIZE, block_size=SIZE)
+    shared, other, _ = PROMPTS
+    hold(store, shared)
+    answers, end = "a" * 32, 2 * SIZE
+    path = (answers, *shared, *other)
+    place = Place(path, place_key(SIGNATURE, path), SIGNATURE, SIZE, "m")
+    array = mx.ones((1, 1, SIZE, 1))
+    store.insert(place, "block", lambda: Piece("block", SIZE, end, 0, ((array,),)))
+    found = store.lookup(SIGNATURE, (*shared, *other), FORM, answers)
+    assert (found.plan.length, found.private) == (end, SIZE)
+    hold(store, other)
+    assert reused(store) == [SIZE, SIZE, 0]
+
+
 @pytest.mark.parametrize("end", ["flush", "close"])
 def test_what_was_being_computed_is_written(end: str, tmp_path: Path) -> None:
     """The last answers of a run, missing on disk though it has ended in order."""

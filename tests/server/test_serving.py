@@ -541,6 +541,22 @@ def test_who_is_prepared_at_the_end_is_told(decoder: SpecDecoder) -> None:
     asyncio.run(check())
 
 
+def test_the_end_waits_for_nobody_who_has_left(decoder: SpecDecoder) -> None:
+    """A server without requests that stops after its whole time to stop."""
+
+    async def check() -> None:
+        engine: Any = Scripted(decoder, lambda prompt: "")
+        engine.aclose = lambda: asyncio.sleep(0)
+        service = Service(engine, engine, ServerConfig(stop_timeout=3600))
+        with service.places(2):
+            waits = asyncio.create_task(service.drain())
+            await asyncio.sleep(0)
+            assert not waits.done()
+        await asyncio.wait_for(waits, 60)
+
+    asyncio.run(check())
+
+
 def test_a_request_is_checked_once(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
