@@ -54,8 +54,9 @@ def test_what_others_stand_on_leaves_last() -> None:
     shared, other, _ = PROMPTS
     hold(store, shared)
     answers, end = "a" * 32, 2 * SIZE
+    key = place_key(SIGNATURE, (*shared, *other))
     path = (answers, *shared, *other)
-    place = Place(path, place_key(SIGNATURE, path), SIGNATURE, SIZE, "m")
+    place = Place(path, key, SIGNATURE, SIZE, "m")
     array = mx.ones((1, 1, SIZE, 1))
     store.insert(place, "block", lambda: Piece("block", SIZE, end, 0, ((array,),)))
     found = store.lookup(SIGNATURE, (*shared, *other), FORM, answers)
