@@ -100,10 +100,14 @@ class Request:
     kv_bits: int | None = None
     #: The most tokens of its prompt in a chunk; None: as of others.
     prefill_step: int | None = None
+    #: Whether its prompt is prefilled alone, since together with others it has failed.
+    joins_alone: bool = False
     #: The memory that its row needs, once computed (by engine.admission).
     needs: object = None
     #: Whether a draft, if there is one, proposes tokens for it.
     drafts: bool = True
+    #: Rounds in a row that drafted for it, of which it accepted nothing.
+    fruitless: int = 0
     #: Tokens of the prompt that were found in the prefix store.
     prefix_tokens: int = 0
     rounds: int = 0
@@ -216,6 +220,10 @@ class Request:
             self.rounds += 1
             drafted = num_draft_tokens
             drafted = drafted if ending is None else min(used, drafted)
+            if len(tokens) > 1:
+                self.fruitless = 0
+            elif drafted:
+                self.fruitless += 1
             _count(self.num_draft_tokens_per_pos, drafted)
             _count(self.num_accepted_tokens_per_pos, min(used, len(tokens) - 1))
         if ending is not None:

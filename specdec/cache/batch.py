@@ -204,6 +204,11 @@ class BatchCache(CacheCore):
         which = mx.array([[row in rows] for row in range(self.batch_size)])
         self._storage.zero(at & which)
 
+    def make_finite(self, rows: Sequence[int]) -> None:
+        """Zero whatever is not finite in the given rows, their tokens' values too."""
+        which = [row in rows for row in range(self.batch_size)]
+        self._storage.make_finite(mx.array(which))
+
     def _same_shape(self: C, others: Sequence[C]) -> None:
         """Make ``self`` and ``others`` joinable (equal layouts)."""
         parts = [self, *others]

@@ -38,7 +38,7 @@ class BatchCacheList:
     resize, checkpoint = _each("resize"), _each("checkpoint")
     prepare, finalize = _each("prepare"), _each("finalize")
     filter, reset = _each("filter"), _each("reset")
-    clean = _each("clean")
+    clean, make_finite = _each("clean"), _each("make_finite")
 
     @property
     def offset(self) -> mx.array:

@@ -469,6 +469,11 @@ class BatchRecurrentCache(BatchCache):
     def clean(self, rows: Sequence[int], width: int) -> None:
         """Do nothing: no state is left of tokens that were taken back."""
 
+    def make_finite(self, rows: Sequence[int]) -> None:
+        """As in the base class."""
+        self._settle()
+        super().make_finite(rows)
+
     def _zero(self, rows: Sequence[int]) -> None:
         if self.empty():
             return

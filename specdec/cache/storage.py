@@ -274,6 +274,18 @@ class Storage:
                 for a in self.arrays
             )
 
+    def make_finite(self, rows: mx.array) -> None:
+        """Zero what is not finite in the rows that ``rows``, (B,), boolean, marks."""
+        if self.arrays is not None:
+            self.arrays = tuple(
+                mx.where(
+                    rows.reshape(-1, *[1] * (a.ndim - 1)) & ~mx.isfinite(a),
+                    mx.zeros((), a.dtype),
+                    a,
+                )
+                for a in self.arrays
+            )
+
     def row(self, row: int, slots: mx.array) -> Arrays:
         """A copy of the given slots of one row, shape (1, H, len(slots), D)."""
         assert self.arrays is not None

@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 # After this many rounds without a draft, the policy decides anew for joining rows.
 IDLE = 64
+# Rounds of a row without an accepted token, after which a draft looks at what it keeps.
+FRUITLESS = 16
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,16 @@ class _Spoiled:
         return replace(proposals, tokens=tokens)
 
 
+def _is_doubted(request: Request, kept: int | None) -> bool:
+    """Whether what a draft keeps of a row may not be finite, after a round.
+
+    So it is if the row accepts nothing in FRUITLESS rounds, in twice as many, and so
+    on: the draft may just be bad.
+    """
+    times, rest = divmod(request.fruitless, FRUITLESS)
+    return kept == 1 and rest == 0 and times.bit_count() == 1
+
+
 class Rounds:
     """Rounds of rows that decode in lockstep; :class:`DecodeBatch` has the rows.
 
@@ -268,6 +280,7 @@ class Rounds:
     _active: mx.array
     _serves: bool
     _committed: Committed
+    _note_rows: Callable[[], None]
 
     def __init__(
         self,
@@ -486,6 +499,11 @@ class Rounds:
             choice.policy.observe(self._timing(round_, kept))
         if round_.spoiled:
             self._recover(round_)
+        tried = zip(round_.rows, round_.plan.limits, kept, strict=True)
+        doubted = [s for s, limit, n in tried if s and limit > 0 and _is_doubted(s, n)]
+        if doubted and self._draft is not None:
+            rows = [i for i, s in enumerate(self.slots) if s in doubted]
+            self._draft.make_finite(rows)
 
     def _timing(self, round_: InFlight, kept: Sequence[int | None]) -> RoundTiming:
         """What a round that was read shows the policy."""
@@ -532,7 +550,7 @@ class Rounds:
             spoiled.append(request.number)
         self._spoiled.numbers.update(spoiled)
         self._spoiled.plain_next = True
-        self._spoiled.mark(self.slots)
+        self._note_rows()
         self._target.clean([i for i, s in enumerate(self.slots) if s])
         self._stale = 0
         log.debug(

@@ -54,8 +54,6 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         # Those passed over when the last ones were admitted: they do not wait again.
         self._passed_over: list[Request] = []
-        # Those that join alone, by number: together they have failed.
-        self._apart: set[int] = set()
         # The requests that last did not fit together. While they are the same, they
         # need not be checked again.
         self._too_many: list[Request] = []
@@ -86,7 +84,8 @@ class Scheduler:
         Args:
             requests: in the order in which they were admitted.
         """
-        self._apart |= {s.number for s in requests}
+        for request in requests:
+            request.joins_alone = True
         self._waiting.extendleft(reversed(requests))
         self._passed_over = list(requests)
 
@@ -111,12 +110,11 @@ class Scheduler:
         first = list(islice(self._waiting, places + 1))
         if running and places and self._is_early(places, first, running):
             return []
-        alone = bool(first) and first[0].number in self._apart
+        alone = bool(first) and first[0].joins_alone
         first = first[: min(places, 1) if alone else places]
         admitted = _alike(first[: self._number_fitting(running, first)])
         if admitted:
             self._idle = 0
-            self._apart -= {s.number for s in admitted}
             taken = set(map(id, admitted))
             window = [self._waiting.popleft() for _ in first]
             self._passed_over = [s for s in window if id(s) not in taken]

@@ -737,6 +737,12 @@ class ModelRows:
             cache.clean(rows, width)
             mx.eval(cache.state)
 
+    def make_finite(self, rows: Sequence[int]) -> None:
+        """Zero whatever is not finite in the given rows, layer by layer."""
+        for cache in self._caches:
+            cache.make_finite(rows)
+            mx.eval(cache.state)
+
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which is not used afterwards."""
         self._images.extend(other._images)

@@ -87,6 +87,7 @@ class ChainRows(DraftRows):
 
     separate, store = _both("separate"), _both("store")
     note_lengths, reset = _both("note_lengths"), _both("reset")
+    make_finite = _both("make_finite")
     filter, extend, place = _both("filter"), _both("extend"), _both("place")
 
     @property

@@ -236,3 +236,6 @@ class DraftModelRows(DraftRows):
     def reset(self, rows: Sequence[int]) -> None:
         self._rows.reset(rows)
         self._missed.reset(rows)
+
+    def make_finite(self, rows: Sequence[int]) -> None:
+        self._rows.make_finite(rows)

@@ -320,6 +320,14 @@ class DraftRows(ABC):
         """Learn that the given rows have ended; others may take their places."""
         return
 
+    def make_finite(self, rows: Sequence[int]) -> None:
+        """Learn that the given rows have accepted nothing in many rounds.
+
+        A token that the drafter cannot compute with may have left NaN in what it keeps
+        of them. It may replace that, so that later proposals can be accepted again.
+        """
+        return
+
 
 class Drafter(ABC):
     """Proposes tokens. Whatever it proposes, the output is the target's own."""

@@ -96,6 +96,8 @@ class _Guarded:
         try:
             value = getattr(self._current(), name)
         except Exception as error:
+            if not hasattr(self._instead, name):  # it is not asked of any drafter
+                raise
             value = getattr(self._failed(error), name)
         if not isroutine(value):
             return value

@@ -128,6 +128,11 @@ class StateRows(DraftRows):
     def filter(self, rows: Sequence[int]) -> None:
         self._state = self._state[mx.array(list(rows), mx.int32)]
 
+    def make_finite(self, rows: Sequence[int]) -> None:
+        # States of other rows that are not finite are of no more use.
+        zero = mx.zeros((), self._state.dtype)
+        self._state = mx.where(mx.isfinite(self._state), self._state, zero)
+
     @property
     def nbytes(self) -> int:
         return self._state.nbytes
@@ -268,6 +273,10 @@ class HeadRows(StateRows):
 
     def reset(self, rows: Sequence[int]) -> None:
         self._rows.reset(rows)
+
+    def make_finite(self, rows: Sequence[int]) -> None:
+        self._rows.make_finite(rows)
+        super().make_finite(rows)
 
     def _take_back(self, width: int) -> None:
         """Take the last ``width`` entries of every row back."""

@@ -11,7 +11,7 @@ import pytest
 from specdec.engine.observer import Part, RoundObserver
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
-from tests.plain import BACKENDS, engine_of
+from tests.plain import AT_ONCE, BACKENDS, BEHIND, METAL, engine_of, run_rows
 
 PROMPTS = ((1, 2, 3), (4, 5, 6, 7, 8), (9, 10))
 MAX_TOKENS = (9, 14, 5)
@@ -92,3 +92,25 @@ def test_an_observer_sees_every_round(
             seen.add(tuple(parts))
             parts = []
     assert seen == orders
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND, METAL])
+@pytest.mark.parametrize("k", [0, 4])
+def test_no_round_is_built_for_tokens_after_the_last(
+    tiny_model: Callable[..., Any], backend: Any, k: int
+) -> None:
+    """Catches rounds, and draft tokens, that nobody will read.
+
+    Where rounds are read late, a draft's may have accepted more than was known.
+    """
+    target, notes = tiny_model(seed=1), Notes()
+    run_rows(
+        target, target if k else None, [[1, 2, 3]], [SamplingParams(max_tokens=13)],
+        num_draft_tokens=k, backend=backend, observer=notes,
+    )  # fmt: skip
+    begun = [each[1] for each in notes.noted if each[0] == "begun"]
+    assert begun[0] == 0  # the prompt's last step
+    if k == 0:
+        assert begun[1:] == [0] * 12
+    elif backend is AT_ONCE:
+        assert begun[1:] == [4, 4, 1]

@@ -230,6 +230,22 @@ def test_a_draft_with_nan_in_its_own_state(
     exact(target, draft, prompts, [*LENGTHS, 20], batch_size=4, backend=backend)
 
 
+@pytest.mark.parametrize("backend", [AT_ONCE, PADDED, METAL])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "qwen3_5", "mamba"])
+def test_a_draft_forgets_nan_in_its_own_state(
+    arch: str, backend: BackendDefaults
+) -> None:
+    """Catches a row of which a draft accepts nothing any more after one bad token."""
+    target, draft = build(arch), poisoned(build(arch))
+    params = [never_bad(80)] * 2
+    prompts = [[5, 6, 7, BAD, 8], [9, 10, 11]]
+    rows = exact(
+        target, draft, prompts, params,
+        batch_size=2, num_draft_tokens=3, backend=backend,
+    )  # fmt: skip
+    assert min(row.accepted for row in rows) > 5
+
+
 @pytest.mark.parametrize("backend", [AT_ONCE, PADDED])
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])
 def test_a_head_that_reads_nan(

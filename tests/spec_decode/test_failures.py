@@ -14,7 +14,7 @@ from specdec import DrafterError, EngineConfig, SpecDecoder
 from specdec.backend import BackendDefaults
 from specdec.engine.observer import RoundObserver
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
-from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode import Drafter, DraftGuard, DraftRows, Proposals, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.tools.decoding import token_level
 from tests.plain import AT_ONCE, BEHIND, exact, greedy, run_rows
@@ -169,6 +169,16 @@ def test_where_costs_are_measured(
     drafter.calls.clear()
     with pytest.raises(DrafterError, match=r"drafter Failing failed \(KeyError\)"):
         decoder.measure_forwards(1)
+
+
+def test_what_no_drafter_has_is_no_failure() -> None:
+    """Catches a look for a name that ends drafting for all rows."""
+    guard = DraftGuard()
+    drafter = guard.drafter(Failing())
+    rows = drafter.rows([[1]], max_length=4)
+    for guarded in (drafter, rows):
+        assert not hasattr(guarded, "nonsense")
+    assert guard.error is None
 
 
 class Lengths(RoundObserver):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,21 @@ def test_other_types(name: str, target: str, head: str, tmp_path: Path) -> None:
     assert certificate.passed, certificate
     decoder.generate(PROMPTS, max_tokens=24)
     assert decoder.stats.acceptance_rate > 0.3
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark-rnn", "peagle"])
+def test_a_head_forgets_nan_in_its_context(name: str, tmp_path: Path) -> None:
+    """Catches rows of which a head accepts nothing any more once it has met NaN."""
+
+    def overflowing(drafter: HeadDrafter) -> None:
+        head: Any = drafter.head
+        usual, calls = head.absorb, count()
+
+        def absorb(hidden: mx.array, *more: Any) -> Any:
+            first = next(calls) == 0
+            return usual(hidden * mx.nan if first else hidden, *more)
+
+        head.absorb = absorb
+
+    # The rows of the first chunk accept nothing in their first 16 rounds.
+    assert acceptance_length(name, tmp_path, change=overflowing) > 1.7
