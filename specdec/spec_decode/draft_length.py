@@ -49,6 +49,9 @@ LADDER = (0, 1, 2, 4, 8)
 # The share of the time that tries may lose, and how many plain rounds they may save up,
 # which pays for any try: what is never tried can never be corrected.
 EXPLORE, MOST_SAVED = 0.01, 8.0
+# Plain rounds saved up that pay for the first try of a draft whose costs only another
+# process has timed.
+FIRST_TRY = 1.0
 # A k that was chosen stays until TIMED of its rounds were timed, for LONGEST rounds at
 # most: with one round in flight, only the second of two alike is timed.
 TIMED = 2
@@ -70,6 +73,8 @@ NOISE, PACE, UNSURE = 0.08, 0.06, 0.2
 # A logarithm of times: a larger error is no noise. Forwards that were timed on a busy
 # machine may be as wrong.
 GROSS = 0.3
+# A round shows what it takes to catch up with so many tokens, for so many rounds.
+SHOWN, FORGOTTEN = 16, 4096
 # The accepted tokens that "this row is like the others" is worth.
 ALIKE = 8.0
 # While requests wait, rows that accept different numbers of tokens end apart, and more
@@ -378,6 +383,17 @@ def _interpolated(points: Mapping[int, float], x: int) -> float:
     return max(value, points[xs[0]] * x / xs[0]) if x < xs[0] else value
 
 
+def _bounded(value: float, n: int, points: Mapping[int, float]) -> float:
+    """A cost of ``n`` that fits the known costs: later ones count for more.
+
+    More tokens take no less time, and twice as many at most twice the time.
+    """
+    for m, cost in points.items():
+        low, high = sorted((cost, cost * n / m))
+        value = min(max(value, low), high)
+    return value
+
+
 @dataclass
 class _Timed:
     """What rounds of one (rows, k) took.
@@ -429,7 +445,9 @@ class RoundCosts:
     ):
         self.forwards, self.new_shape = forwards, new_shape
         self.join_rounds = join_rounds
-        self.timed = {key: _Timed(value) for key, value in (excess or {}).items()}
+        known = (excess or {}).items()
+        # A plain round has no excess: all costs are relative to it.
+        self.timed = {key: _Timed(value) for key, value in known if key[1]}
         self.rounds = 0
         # Batch sizes whose forwards this process has measured.
         self.measured: set[int] = set()
@@ -442,32 +460,55 @@ class RoundCosts:
         # By whether they draft, of rounds beside a prefill: how many plain rounds they
         # took longer than others, and how many there were.
         self._beside = {False: (0.0, 0), True: (0.0, 0)}
+        # By rows and tokens: the plain rounds that taking in so many took, and when,
+        # the newest last.
+        self._caught: dict[int, dict[int, tuple[float, int]]] = {}
+        # Rounds contradict forwards that another process has measured.
+        self._wrong = False
 
     def covers(self, num_rows: int) -> bool:
         """Whether forwards need no measurement: known ones are near, and not busy."""
-        measured = self.forwards.measured
-        good = [f for f in measured if not f.busy or f.num_rows in self.measured]
+        known, busy = self.forwards.measured, self.seem_busy()
+        here = self.measured
+        good = [f for f in known if f.num_rows in here or not (busy or f.busy)]
         return ForwardCosts(good).covers(num_rows)
 
     def add(self, forwards: Forwards) -> None:
         """Take in forwards that this process has measured."""
         self.forwards.add(forwards)
         self.measured.add(forwards.num_rows)
+        self._wrong = False
+        self._caught.clear()
 
     def seem_busy(self) -> bool:
-        """Whether rounds are much faster than the forwards measured before them."""
-        return self._pace is not None and self._pace < -GROSS
+        """Whether rounds are much faster than the forwards measured before them.
 
-    def source(self, num_rows: int, k: int) -> str | None:
-        """Where the cost of a round comes from; ``None``: from rounds timed here."""
+        Or whether rounds that draft contradict forwards of another process.
+        """
+        return self._wrong or (self._pace is not None and self._pace < -GROSS)
+
+    def source(self, num_rows: int, k: int, *, near: int | None = None) -> str | None:
+        """Where the cost of a round comes from; ``None``: from rounds timed here.
+
+        Args:
+            near: forwards of about so many rows stand for it; ``None``: of as many.
+        """
         known = self.timed.get((num_rows, k))
         if known is not None and known.confirmed:
             return None
-        if known is not None or not ForwardCosts(
-            f for f in self.forwards.measured if f.num_rows in self.measured
-        ).covers(num_rows):
+        if known is not None or not self._measured_here(near or num_rows):
             return "costs of an earlier run"
         return "forwards timed before the first round"
+
+    def _measured_here(self, num_rows: int) -> bool:
+        forwards = self.forwards.measured
+        here = ForwardCosts(f for f in forwards if f.num_rows in self.measured)
+        return here.covers(num_rows)
+
+    def hearsay(self, near: int) -> bool:
+        """Whether only another process has timed what drafting costs."""
+        timed = any(k and known.confirmed for (_, k), known in self.timed.items())
+        return not timed and not self._measured_here(near)
 
     def age(self, num_rows: int, k: int) -> int:
         """Rounds since one of (num_rows, k) was timed."""
@@ -506,8 +547,13 @@ class RoundCosts:
             variance += (self._of_drafts * self._moved) ** 2
             return exp(-doubt * sqrt(variance)) if doubt else 1.0
         ratio = self.forwards.round(num_rows, k) / self.forwards.round(num_rows, 0)
+        cost = ratio * exp(known.excess)
+        if not known.confirmed:
+            here = {j: t for (b, j), t in self.timed.items() if b == num_rows and j}
+            timed = [j for j, t in here.items() if t.confirmed]
+            cost = _bounded(cost, k, {j: self.relative(num_rows, j) for j in timed})
         # Drafting only adds work: if it seems cheaper, that is noise.
-        return max(1.0, ratio * exp(known.excess)) * exp(-doubt * sqrt(variance))
+        return max(1.0, cost) * exp(-doubt * sqrt(variance))
 
     def once(self, num_rows: int, k: int, backlog: int) -> float:
         """What k costs once, in plain rounds: catching up, a share of a new shape."""
@@ -520,7 +566,14 @@ class RoundCosts:
 
     def catch_up(self, num_rows: int, backlog: int) -> float:
         """The cost of taking in ``backlog`` tokens of each row, in plain rounds."""
-        seconds = self.forwards.catch_up(num_rows, backlog)
+        caught = self._caught.get(num_rows, {}).items()
+        # One that a stall made dear is forgotten.
+        seen = {n: cost for n, (cost, at) in caught if self.rounds - at < FORGOTTEN}
+        return _bounded(self.prefill(num_rows, backlog), backlog, seen)
+
+    def prefill(self, num_rows: int, num_tokens: int) -> float:
+        """The same for prompts: no round has shown it."""
+        seconds = self.forwards.catch_up(num_rows, num_tokens)
         return seconds / self.forwards.round(num_rows, 0)
 
     def prefill(self, num_rows: int, num_tokens: int) -> float:
@@ -567,10 +620,27 @@ class RoundCosts:
             extra = timing.seconds / plain - self.relative(num_rows, k)
             mean += (extra - mean) / min(count + 1, MEMORY)
             self._beside[k > 0] = mean, count + 1
-        if not timing.fair or once > 0.02 or (new and k and self.new_shape):
+        if new and k and self.new_shape:
+            return False
+        tokens = timing.backlog
+        if k and tokens >= SHOWN and plain is not None and not timing.joining:
+            known = self.timed.get(key)
+            usual = self.relative(num_rows, k) if known and known.confirmed else 1.0
+            took = max(NOISE, timing.seconds / plain - usual)
+            expected = max(NOISE, self.prefill(num_rows, tokens))
+            self._note_error(log(took / expected) / 4)
+            caught = self._caught.setdefault(num_rows, {})
+            # Few are kept: by powers of 2.
+            caught.pop(about := 1 << tokens.bit_length() - 1, None)
+            caught[about] = took * about / tokens, self.rounds
+        if not timing.fair or once > 0.02:
             return False
         self._take(key, log(max(timing.seconds, 1e-7)))
         return True
+
+    def _note_error(self, error: float) -> None:
+        """Note by how much, as a logarithm, a round differs from the forwards."""
+        self._wrong |= abs(error) > GROSS and not self.measured
 
     def _take(self, key: tuple[int, int], seconds: float) -> None:
         """Correct the pace, and the costs of this k and of the last one."""
@@ -585,6 +655,8 @@ class RoundCosts:
         # and a stall says nothing, but no load makes a round quicker.
         trusted = k > 0 and mine.confirmed < (TIMED if error < 0 else 1)
         trusted &= abs(error) > GROSS
+        if trusted:
+            self._note_error(error)
         if not trusted:
             error = max(min(-GROSS, -moved), min(max(GROSS, -moved), error))
         of_mine = of_last = of_drafts = 0.0
@@ -692,7 +764,8 @@ class AutoLength:
                 f"{counted(num_rows, 'row')} a round of {counted(some, 'draft token')} "
                 f"takes {self.costs.relative(num_rows, some):.2f} times one without"
             )
-            source = self.costs.source(num_rows, some)
+            near = self._measured_rows
+            source = self.costs.source(num_rows, some, near=near)
             return text if source is None else f"{text} by {source}"
 
     def unmeasured(self, num_rows: int) -> int:
@@ -796,6 +869,8 @@ class AutoLength:
         """
         best, full = self._best, self._budget >= MOST_SAVED
         full &= self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
+        if not best and self._first_try(state.num_rows):
+            return min(k for k in rates if k)
         reach = max(self._budget, MOST_SAVED / 2) if self._budget > 0 else 0.0
         rounds = min(LONGEST, TIMED + len(state.in_flight))
         hopes = self._rates(state, list(rates), doubt=DOUBT)
@@ -821,6 +896,11 @@ class AutoLength:
                     break
         return tried
 
+    def _first_try(self, num_rows: int) -> bool:
+        """Whether to try a draft because no round of this process shows its costs."""
+        hearsay = self.costs.hearsay(self._measured_rows or num_rows)
+        return hearsay and self._budget >= FIRST_TRY
+
     def may_pay(self, state: BatchState) -> bool:
         """Whether half of what rows may emit can bring back what their prompts cost.
 
@@ -842,7 +922,7 @@ class AutoLength:
                 self.costs.relative(state.num_rows, k) < k + 1 for k in ks[1:]
             ):
                 return True
-            if self._budget >= MOST_SAVED:
+            if self._budget >= MOST_SAVED or self._first_try(state.num_rows):
                 self._budget -= once
                 return len(ks) > 1
             return False
@@ -948,7 +1028,7 @@ class CostStore:
                 }
                 for f in costs.forwards.measured
             ],
-            "excess": [[*at, each.excess] for at, each in costs.timed.items()],
+            "excess": [[*at, each.excess] for at, each in costs.timed.items() if at[1]],
             "acceptance": acceptance.chances,
         }
         self._entries.save(key, entry)

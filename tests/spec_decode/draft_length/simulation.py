@@ -129,9 +129,9 @@ class Simulation:
     ) -> tuple[Result, AutoLength]:
         """What ``auto`` does, with measurements wrong by factors."""
         forwards = self.cost.measured(self.num_rows, draft=draft, verify=verify)
-        length = AutoLength(
-            RoundCosts(ForwardCosts([forwards]), new_shape=self.new_shape)
-        )
+        costs = RoundCosts(ForwardCosts(), new_shape=self.new_shape)
+        costs.add(forwards)
+        length = AutoLength(costs)
         return self.run(length, seed), length
 
     def fixed(self, k: int) -> float:

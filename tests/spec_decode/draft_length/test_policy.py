@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -549,11 +550,49 @@ def test_a_draft_is_tried_where_a_busy_machine_made_it_look_dear() -> None:
     measured = simulation.cost.measured(4, draft=4.0, verify=4.0)
     rates = {}
     for busy in (False, True):
-        forwards = ForwardCosts([replace(measured, busy=busy)])
-        result = simulation.run(AutoLength(RoundCosts(forwards)))
+        costs = RoundCosts(ForwardCosts())
+        costs.add(replace(measured, busy=busy))
+        result = simulation.run(AutoLength(costs))
         rates[busy] = result.rate / simulation.fixed(0)
     assert rates[False] == pytest.approx(1.0, abs=0.01)
     assert rates[True] > 1.25
+
+
+@pytest.mark.parametrize(
+    ("cost", "rows", "wrong"),
+    [
+        (gpu(0.3), 8, {"excess": {(8, 1): 1.4}}),
+        (gpu(0.3), 8, {"excess": {(64, k): 7.0 for k in (1, 2, 4)}}),
+        (gpu(0.1), 1, {"verify": {1: 0.001}}),
+        (gpu(0.1), 1, {"verify": {2: 4.0, 5: 4.0}}),
+        (cpu(0.05), 1, {"draft": 1000.0}),
+    ],
+)
+def test_stored_costs_are_tried_before_a_draft_has_missed_much(
+    cost: Costs, rows: int, wrong: dict[str, Any]
+) -> None:
+    """Catches a draft that is never tried: it misses more than tries may cost."""
+    simulation = Simulation(cost, _always(0.8), num_rows=rows, rounds=500)
+    right = cost.measured(rows)
+    verify = {s: t * wrong.get("verify", {}).get(s, 1) for s, t in right.verify.items()}
+    stored = Forwards(rows, verify, right.draft_step * wrong.get("draft", 1))
+    costs = RoundCosts(ForwardCosts([stored]), wrong.get("excess"))
+    result = simulation.run(AutoLength(costs))
+    assert any(result.chosen[:100])
+    assert result.chosen[-200:].count(0) < 20
+    assert not costs.covers(rows)  # they are measured again before the next batch
+
+
+def test_catching_up_is_as_dear_as_it_was() -> None:
+    """Catches forwards of another process by which a catch-up takes next to nothing."""
+    simulation = Simulation(cpu(0.3), _always(0.8), num_rows=8, rounds=3000)
+    right = simulation.cost.measured(8)
+    for stored in (
+        replace(right, draft_step=right.draft_step / 1000),
+        replace(right, verify={**right.verify, 2: 4 * right.verify[2]}),
+    ):
+        result = simulation.run(AutoLength(RoundCosts(ForwardCosts([stored]))))
+        assert result.rate > 0.96 * simulation.fixed(0)
 
 
 def test_the_reason_says_whose_costs_it_goes_by() -> None:
