@@ -600,9 +600,11 @@ def _several(prompts: Any) -> list[Any]:
         return [[prompts]]
     if isinstance(prompts, str):
         return [prompts]
-    if hasattr(prompts, "tolist"):  # an array of token ids, or of rows of them
+    # Bytes are no token ids, and sets have no order.
+    refused = isinstance(prompts, bytes | bytearray | memoryview | set | frozenset)
+    if hasattr(prompts, "tolist") and not refused:  # token ids, or rows of them
         prompts = prompts.tolist()
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+    if refused or not isinstance(prompts, Iterable):
         raise PromptError(
             f"prompts is of type {type(prompts).__name__}: give a string, a list of "
             "chat messages, a list of token ids, or a list of these"

@@ -20,6 +20,7 @@ def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
     """Python's TypeError names a constructor, and nothing that there is."""
     for kind, values, message in (
         (EngineConfig, {"batch": 4}, "EngineConfig has no setting batch: did you mean"),
+        (EngineConfig, {"max_tokens": 4}, "setting max_tokens: SamplingParams has it"),
         (EngineConfig, {"num_draft": 4}, "did you mean num_draft_tokens?"),
         (SamplingParams, {"temp": 1.0}, "did you mean temperature?"),
         (ServerConfig, {"zzz": 1}, "ServerConfig has no setting zzz: it has names,"),

@@ -534,6 +534,8 @@ def test_whatever_is_passed_as_prompts(target: Any) -> None:
         (5, "prompts is of type int"),
         (mx.array(5), "prompts is of type int"),
         (b"hi", "prompts is of type bytes"),
+        (memoryview(b"hi"), "prompts is of type memoryview"),
+        ({5, 6}, "prompts is of type set"),
         ({"content": "Hi"}, "prompt 0: chat messages need a chat template"),
         ([b"hi"], "prompt 0: expected a string, a list of chat messages"),
         ([[1.5]], "prompt 0: a token id is a whole number"),

@@ -154,10 +154,14 @@ class Estimate:
 
     def _most_rows(self, plan: MemoryPlan) -> int:
         """Most rows at this context that a plan has room for; 0 if there is none."""
-        limit = self.limit or 0
-        return largest_fitting(
-            lambda n: plan.peak(self._rows(n, self.context)) <= limit, MAX_BATCH_SIZE
-        )
+
+        def fits(n: int) -> bool:
+            return plan.peak(self._rows(n, self.context)) <= (self.limit or 0)
+
+        most = 1  # a plan takes as long as it has rows
+        while most < MAX_BATCH_SIZE and fits(most):
+            most *= 2
+        return largest_fitting(fits, most)
 
     def suggested_weight_bits(self) -> int | str | None:
         """Bits for the target's weights, with all else unchanged.

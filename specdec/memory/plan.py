@@ -203,14 +203,18 @@ class MemoryPlan:
         Args:
             layers: as for :meth:`ModelGeometry.workspace_bytes`.
         """
-        parts[f"{name} KV cache"] = sum(self._layers(model, rows, length, max_write))
+        limit, n = self._max_length(rows), len(rows)
+        kept = self._layers(model, n, limit, length, max_write)
+        parts[f"{name} KV cache"] = sum(kept)
         # Caches grow one layer at a time, while its old arrays are still held. Rings
         # then have the size that prefill gave them.
-        layer = max(self._layers(model, rows, length, self._max_write), default=0)
+        if max_write != self._max_write:
+            kept = self._layers(model, n, limit, length, self._max_write)
+        layer = max(kept, default=0)
         columns = model.columns(
             length, max_write=max_write, read_bucket=self.backend.read_bucket
         )
-        forward = model.workspace_bytes(len(rows), width, columns, layers)
+        forward = model.workspace_bytes(n, width, columns, layers)
         for part, size in ("growth and joins", layer), ("activations", forward):
             parts[part] = max(parts.get(part, 0), size)
 
@@ -282,16 +286,16 @@ class MemoryPlan:
     def _layers(
         self,
         model: ModelGeometry,
-        rows: Sequence[RowNeeds],
+        num_rows: int,
+        limit: int,
         length: int,
         max_write: int,
     ) -> list[int]:
         """Bytes of each cache once the longest row has ``length`` tokens."""
-        limit = self._max_length(rows)
 
         def sizes(n: int, *, dense: bool) -> list[int]:
             return model.layer_bytes(
-                len(rows),
+                num_rows,
                 min(n, limit),
                 max_length=limit,
                 max_write=max_write,

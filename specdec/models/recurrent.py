@@ -635,9 +635,11 @@ def twins_within(model: nn.Module) -> list[nn.Module]:
 
 
 def share_weights(twins: Iterable[nn.Module]) -> None:
-    """Copy weights to twins if they were replaced in the original modules."""
+    """Copy weights, and scales of adapters, that the original modules have now."""
     for module in twins:
         source: Any = vars(module)["_twin_of"]
+        if "lora_a" in source:
+            module.scale = source.scale
         for name, value in source.items():
             if isinstance(value, mx.array) and module[name] is not value:
                 dict.__setitem__(module, name, value)

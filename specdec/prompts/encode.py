@@ -464,10 +464,15 @@ def check_messages(
 def _with_text(message: Any, limit: PromptLimit, pictures: list[Image] | None) -> Any:
     """The message, with content in parts (OpenAI's form) joined to one text.
 
+    One that calls tools may have no content; its text is empty then.
+
     Parts stay if an image is among them: ``{"type": "image"}`` then says where, if
     images are appended to ``pictures``.
     """
     parts = message.get("content") if isinstance(message, Mapping) else None
+    if parts is None and isinstance(message, Mapping) and message.get("tool_calls"):
+        # Templates join texts; mlx-lm's server gives them an empty one, too.
+        return {**message, "content": ""}
     if not isinstance(parts, list) or not parts:
         return message
     content: list[Mapping[str, Any]] = []
@@ -507,11 +512,10 @@ def _has_images(message: Mapping[str, Any]) -> bool:
 
 
 def _text_of(message: Mapping[str, Any]) -> Any:
-    """The text of a message; a message that calls tools may have none."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
-    return "" if content is None and message.get("tool_calls") else content
+    return content
 
 
 def _check_token_ids(token_ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:

@@ -27,6 +27,10 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return by_spelling[similar[0]] if similar else None
 
 
+# By class: the names of its settings.
+_SETTINGS: dict[str, list[str]] = {}
+
+
 def check_settings(names: Iterable[str], known: Iterable[str], what: str) -> None:
     """Refuse names of settings that do not exist.
 
@@ -41,6 +45,9 @@ def check_settings(names: Iterable[str], known: Iterable[str], what: str) -> Non
         if name not in known:
             near = nearest(name[:100], known)
             hint = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
+            having = [other for other, its in _SETTINGS.items() if name in its]
+            if having:
+                hint = f"{having[0]} has it"
             raise ConfigError(f"{what} has no setting {shorten(name)}: {hint}")
 
 
@@ -51,6 +58,7 @@ def settings(cls: C) -> C:
     ``TypeError`` without a suggestion.
     """
     init, known = cls.__init__, [field.name for field in fields(cls)]
+    _SETTINGS[cls.__name__] = known
 
     @wraps(init)
     def checked(self: Any, *positional: Any, **values: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -192,6 +193,20 @@ def test_what_fits_is_the_edge() -> None:
     assert not estimate(24 * 10**9, batch=batch + 1).fits
     assert found.suggested_kv_bits() == "as they are"
     assert found.suggested_weight_bits() == "as they are"
+
+
+def test_a_plan_is_asked_about_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row takes time: it was asked about 8192 where three fit."""
+    usual, asked = MemoryPlan.peak, list[int]()
+
+    def peak(self: MemoryPlan, rows: Sequence[RowNeeds]) -> int:
+        asked.append(len(rows))
+        return usual(self, rows)
+
+    monkeypatch.setattr(MemoryPlan, "peak", peak)
+    most = estimate(24 * 10**9).largest_batch()
+    assert 0 < most < 50
+    assert max(asked) <= 2 * most
 
 
 def test_no_more_than_the_target_serves() -> None:

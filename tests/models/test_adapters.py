@@ -11,14 +11,18 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from specdec import ConfigError, EngineConfig, ModelError, SpecDecoder
 from specdec.models import load
 from specdec.models.model_outline import outline
 from specdec.prefix_cache.signature import KnownWeights, signature
-from tests.plain import greedy
+from specdec.request import Request
+from specdec.sampling_params import SamplingParams
+from tests.plain import BEHIND, engine_of, greedy
 
+from .architectures import build
 from .folders import write_folder
 from .gguf_files import random_model, write_model
 
@@ -214,3 +218,27 @@ def test_a_scale_that_changes_is_noticed(tmp_path: Path) -> None:
     model.layers[1].self_attn.q_proj.scale = 3.0
     assert known.replaced()
     assert not known.replaced()
+
+
+def test_a_scale_that_changes_reaches_recurrent_layers() -> None:
+    """Their twins kept the scale with which they were made."""
+    model = build("mamba")
+    lora = {"rank": 4, "scale": 1.0, "dropout": 0.0, "keys": ["mixer.in_proj"]}
+    linear_to_lora_layers(model, 2, lora)
+    layers = [m for _, m in model.named_modules() if "lora_b" in m]
+    assert len(layers) == 2
+    for layer in layers:
+        layer.lora_b = mx.random.normal(layer.lora_b.shape)
+    engine = engine_of(model, None, backend=BEHIND)
+    texts = set()
+    for number, scale in enumerate((1.0, 9.0, 1.0)):
+        for layer in layers:
+            layer.scale = scale
+        request = Request(number, "", (5, 6, 7), SamplingParams(max_tokens=12))
+        engine.add(request)
+        while engine.busy:
+            engine.step()
+        steps = generate_step(mx.array([5, 6, 7]), model, max_tokens=12)
+        assert request.tokens == [token for token, _ in steps]
+        texts.add(tuple(request.tokens))
+    assert len(texts) == 2

@@ -99,6 +99,14 @@ def test_messages_go_through_the_template() -> None:
     assert tokenizer.decode(encoded.token_ids) == encoded.text
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_message_that_calls_tools_has_an_empty_text(content: dict[str, Any]) -> None:
+    """Catches templates that join texts, and refuse None or a text that is missing."""
+    calls: dict[str, Any] = {"role": "assistant", "tool_calls": [{"function": {}}]}
+    encoded = encode(FakeTokenizer(), [USER, {**calls, **content}, USER])
+    assert encoded.text == "^<user>Hi<assistant><user>Hi<a>"
+
+
 def test_a_system_prompt_is_for_prompts_that_have_none() -> None:
     tokenizer = FakeTokenizer()
     own = [{"role": "system", "content": "own"}, USER]

@@ -12,6 +12,7 @@ import pytest
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.errors import ConfigError
 from specdec.models.runner import ModelRunner
+from specdec.models.trunk import TargetEnds
 from specdec.prefix_cache.store import PrefixStore
 from specdec.spec_decode import prompt_scores
 from specdec.spec_decode.prompt_scores import PromptScores
@@ -33,6 +34,13 @@ def test_each_position_of_a_prompt(
 ) -> None:
     """A token is scored by the logits of another position, row or chunk."""
     monkeypatch.setattr(prompt_scores, "SCORED_BYTES", slice_bytes)
+    usual, widths = TargetEnds.logits, []
+
+    def logits(self: TargetEnds, part: mx.array) -> mx.array:
+        widths.append(part.shape[1])
+        return usual(self, part)
+
+    monkeypatch.setattr(TargetEnds, "logits", logits)
     model = tiny_model(architecture, seed=3)
     store = PrefixStore(block_size=4, memory=10**7)
     runner = ModelRunner(model, "it", EngineConfig(prefill_step_size=8), AT_ONCE, store)
@@ -57,6 +65,7 @@ def test_each_position_of_a_prompt(
                 )
                 best = np.argsort(-expected)[: TOPS[row]]
                 assert [token for token, _ in entry.top] == best.tolist()
+    assert max(widths) == (5 if slice_bytes < 10**9 else 8)  # a chunk, or less of it
 
 
 @pytest.mark.parametrize("draft", [None, "near", "reading"])

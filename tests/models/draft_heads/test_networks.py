@@ -570,6 +570,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"embedding of noise to its slots \(log_snr_conditioning\)",
     ),
     "width": (published.dflash_config(target_hidden_size=64), "target of width 64"),
+    "lent width": (
+        published.dflash_config(hidden_size=64, target_hidden_size=published.WIDTH),
+        "target of width 64",
+    ),
     "vocabulary": (published.dflash_config(vocab_size=98), "a target of 98 logits"),
     "mask": (
         published.dflash_config(dflash={"mask_token_id": 97}),
