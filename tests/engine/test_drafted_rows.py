@@ -206,6 +206,17 @@ def test_rows_that_bring_a_draft_are_joined_as_those_that_draft(target: Any) -> 
     assert engine._running.drafts
 
 
+def test_rounds_that_draft_do_not_count_as_without(target: Any) -> None:
+    """Catches rows that are asked about again while those before them draft."""
+    engine = engine_of(target, target, num_draft_tokens=1)
+    params = SamplingParams(max_tokens=2 * IDLE + 40)
+    engine.add(Request(0, "", (5, 6), params))
+    while engine.stats.rounds <= IDLE:
+        engine.step()
+    assert engine._running is not None
+    assert engine._running.drafts
+
+
 def test_a_draft_is_dropped_with_the_last_row_that_has_one(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
