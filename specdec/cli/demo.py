@@ -125,6 +125,7 @@ class _Run:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     rounds: int = 0
+    drafted: int = 0
     accepted: int = 0
 
 
@@ -153,7 +154,17 @@ class _Comparison:
             )
         yield f"{tokens}: {slow:.1f} s without the draft, {fast:.1f} s with it."
         ratio = slow / fast
-        if ratio >= _GAIN:
+        rounds = sum(run.rounds for run in second)
+        length = 1 + sum(run.accepted for run in second) / max(rounds, 1)
+        drafted = any(run.drafted for run in second)
+        if not drafted:
+            yield "Nothing was drafted: it is not worth it here. The rest is chance."
+        elif ratio > _GAIN * length:
+            yield (
+                f"No draft saves that much in rounds of {length:.1f} tokens: something "
+                "else made the first times longer."
+            )
+        elif ratio >= _GAIN:
             saved = f"{slow - fast:.1f} s saved"
             yield f"With the draft {ratio:.2f} times as fast: {saved}."
         else:
@@ -161,8 +172,7 @@ class _Comparison:
                 f"The draft does not pay here ({ratio:.2f} times as fast). "
                 "--num-draft-tokens auto, the default elsewhere, stops drafting then."
             )
-        if rounds := sum(run.rounds for run in second):
-            length = 1 + sum(run.accepted for run in second) / rounds
+        if drafted:
             yield f"A round gave {length:.1f} tokens instead of 1."
         parted = sum(a.token_ids != b.token_ids for a, b in self.pairs)
         if not parted:
@@ -211,15 +221,16 @@ def _run(
         run.seconds = time.perf_counter() - start
         run.token_ids += event.token_ids
         run.text += event.text
-        if event.result is not None:
-            run.rounds, run.accepted = event.result.rounds, event.result.accepted
+        if (ended := event.result) is not None:
+            run.rounds = ended.rounds
+            run.drafted, run.accepted = ended.drafted, ended.accepted
         share = len(run.token_ids) / max_tokens
         if before is not None:
             share = run.seconds / before.seconds
         show_passing(_bar(name, share, run))
     share = 1.0 if before is None else run.seconds / before.seconds
     times = ""
-    if before is not None and run.seconds:
+    if before is not None and run.seconds and run.drafted:
         times = f", {before.seconds / run.seconds:.2f} times as fast"
     show(_bar(name, share, run) + times)
     return run

@@ -23,7 +23,7 @@ def test_the_same_text_twice(target: str) -> None:
     """A row for each way, one text, and the command to go on with."""
     result = invoke(
         *("--target", target, "--draft", "layers:0-1", "-m", "6"),
-        *("-p", "Name a river.", "-p", "Name a lake."),
+        *("-p", "Name a river.", "-p", "Name a lake.", "--num-draft-tokens", "2"),
     )
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -48,6 +48,7 @@ def test_without_a_draft_there_is_nothing_to_compare(target: str) -> None:
         ((2.0, 2.0), 0.0, "does not pay here (1.00 times", "saved"),
         ((2.0, 4.0), 0.0, "does not pay here (0.50 times", "saved"),
         ((3.0, 2.0), 8.0, "This machine is busy: on average 8.0", "does not pay"),
+        ((6.0, 2.0), 0.0, "No draft saves that much in rounds of 1.5 tokens", "saved:"),
     ],
 )
 def test_what_is_claimed(
@@ -57,7 +58,7 @@ def test_what_is_claimed(
     never: str,
 ) -> None:
     """A gain where there is none, or times of a busy machine without a word."""
-    runs = [_Run(each, [1, 2, 3], "abc", 2, 1) for each in seconds]
+    runs = [_Run(each, [1, 2, 3], "abc", 2, 2, 1) for each in seconds]
     total = _Comparison(True, [(runs[0], runs[1])], [others], cores=2)
     text = "\n".join(total.lines())
     assert says in text
@@ -66,3 +67,11 @@ def test_what_is_claimed(
     assert "A round gave 1.5 tokens" in text
     runs[1].token_ids = [1, 2, 4]
     assert "1 text of 1 came out differently." in "\n".join(total.lines())
+
+
+def test_nothing_drafted_gains_nothing() -> None:
+    """Catches chance that is shown as the gain of a draft that was never asked."""
+    runs = [_Run(seconds, [1, 2, 3], "abc", 3) for seconds in (3.2, 2.0)]
+    text = "\n".join(_Comparison(True, [(runs[0], runs[1])]).lines())
+    assert "Nothing was drafted" in text
+    assert "times as fast" not in text
