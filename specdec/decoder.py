@@ -719,5 +719,7 @@ def wired_memory() -> Iterator[None]:
         with _Wired.lock:
             _Wired.users -= 1
             if not _Wired.users and _Wired.before is not None:
-                mx.synchronize()
-                mx.set_wired_limit(_Wired.before)
+                try:
+                    mx.synchronize()
+                finally:  # an error of the device is raised here again
+                    mx.set_wired_limit(_Wired.before)

@@ -594,6 +594,14 @@ def test_wired_memory_stays_until_the_last_context_ends(
         assert limits[-1] == 100
     assert limits == [0, 100, 0, 100, 0]
 
+    def fail() -> None:
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(mx, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="device failed"), wired_memory():
+        pass
+    assert limits[-1] == 0
+
 
 def test_tokens_after_the_first_are_counted_however_they_are_shown(
     tiny_model: Callable[..., Any],

@@ -916,16 +916,20 @@ class AutoLength:
                 for k in ks[1:]:
                     rounds = state.remaining / 2 / max(1.0, rates[k])
                     if rounds * (rates[k] - 1) > once:
-                        self._budget -= once if doubt else 0.0
+                        self._spend(once if doubt else 0.0)
                         return True
             if once <= EXPLORE * state.remaining / 2 and any(
                 self.costs.relative(state.num_rows, k) < k + 1 for k in ks[1:]
             ):
                 return True
             if self._budget >= MOST_SAVED or self._first_try(state.num_rows):
-                self._budget -= once
+                self._spend(once)
                 return len(ks) > 1
             return False
+
+    def _spend(self, rounds: float) -> None:
+        """Charge plain rounds; what is known of costs may be wrong by any factor."""
+        self._budget = max(-30.0, self._budget - rounds)
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round's time and from what its rows accepted."""
@@ -963,7 +967,7 @@ class AutoLength:
         loss = cost * (1 - rates.get(k, best) / best) if best else 0.0
         # A stall is not the fault of a try.
         lost = min(20.0, max(0.0, loss) + max(0.0, late))
-        self._budget = max(-30.0, self._budget - lost)
+        self._spend(lost)
 
 
 # -- on disk --------------------------------------------------------------

@@ -583,6 +583,18 @@ def test_stored_costs_are_tried_before_a_draft_has_missed_much(
     assert not costs.covers(rows)  # they are measured again before the next batch
 
 
+def test_a_stored_cost_of_prompts_does_not_end_tries() -> None:
+    """Catches a charge by stored costs that thousands of rounds do not pay back."""
+    right = cpu(0.05).measured(1)
+    stored = replace(right, verify={**right.verify, 1: 1e-6})
+    length = AutoLength(RoundCosts(ForwardCosts([stored])))
+    state, tries = BatchState(1, [8], 100, 500), 0
+    for _ in range(100):
+        tries += length.may_pay(state)
+        observe(length, cpu(0.05), 0, 0, 100)
+    assert tries > 1
+
+
 def test_catching_up_is_as_dear_as_it_was() -> None:
     """Catches forwards of another process by which a catch-up takes next to nothing."""
     simulation = Simulation(cpu(0.3), _always(0.8), num_rows=8, rounds=3000)
