@@ -36,11 +36,11 @@ def test_each_position_of_a_prompt(
     monkeypatch.setattr(prompt_scores, "SCORED_BYTES", slice_bytes)
     usual, widths = TargetEnds.logits, []
 
-    def logits(self: TargetEnds, part: mx.array) -> mx.array:
+    def noted(self: TargetEnds, part: mx.array) -> mx.array:
         widths.append(part.shape[1])
         return usual(self, part)
 
-    monkeypatch.setattr(TargetEnds, "logits", logits)
+    monkeypatch.setattr(TargetEnds, "logits", noted)
     model = tiny_model(architecture, seed=3)
     store = PrefixStore(block_size=4, memory=10**7)
     runner = ModelRunner(model, "it", EngineConfig(prefill_step_size=8), AT_ONCE, store)
