@@ -569,10 +569,10 @@ class RoundCosts:
         caught = self._caught.get(num_rows, {}).items()
         # One that a stall made dear is forgotten.
         seen = {n: cost for n, (cost, at) in caught if self.rounds - at < FORGOTTEN}
-        return _bounded(self.prefill(num_rows, backlog), backlog, seen)
+        return _bounded(self._calculated(num_rows, backlog), backlog, seen)
 
-    def prefill(self, num_rows: int, num_tokens: int) -> float:
-        """The same for prompts: no round has shown it."""
+    def _calculated(self, num_rows: int, num_tokens: int) -> float:
+        """The same by forwards alone."""
         seconds = self.forwards.catch_up(num_rows, num_tokens)
         return seconds / self.forwards.round(num_rows, 0)
 
@@ -627,7 +627,7 @@ class RoundCosts:
             known = self.timed.get(key)
             usual = self.relative(num_rows, k) if known and known.confirmed else 1.0
             took = max(NOISE, timing.seconds / plain - usual)
-            expected = max(NOISE, self.prefill(num_rows, tokens))
+            expected = max(NOISE, self._calculated(num_rows, tokens))
             self._note_error(log(took / expected) / 4)
             caught = self._caught.setdefault(num_rows, {})
             # Few are kept: by powers of 2.
