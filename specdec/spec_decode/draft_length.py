@@ -548,7 +548,7 @@ class RoundCosts:
             return exp(-doubt * sqrt(variance)) if doubt else 1.0
         ratio = self.forwards.round(num_rows, k) / self.forwards.round(num_rows, 0)
         cost = ratio * exp(known.excess)
-        if not known.confirmed:
+        if self._wrong and not known.confirmed:
             here = {j: t for (b, j), t in self.timed.items() if b == num_rows and j}
             timed = [j for j, t in here.items() if t.confirmed]
             cost = _bounded(cost, k, {j: self.relative(num_rows, j) for j in timed})
@@ -566,7 +566,7 @@ class RoundCosts:
 
     def catch_up(self, num_rows: int, backlog: int) -> float:
         """The cost of taking in ``backlog`` tokens of each row, in plain rounds."""
-        caught = self._caught.get(num_rows, {}).items()
+        caught = self._caught.get(num_rows, {}).items() if self._wrong else ()
         # One that a stall made dear is forgotten.
         seen = {n: cost for n, (cost, at) in caught if self.rounds - at < FORGOTTEN}
         return _bounded(self._calculated(num_rows, backlog), backlog, seen)

@@ -26,8 +26,17 @@ from specdec.spec_decode import (
     Round,
 )
 from specdec.spec_decode.draft_length import BatchState
-from tests.plain import AT_ONCE, BACKENDS, VOCAB, drafts_of, engine_of, exact, run_rows
+from tests.plain import (
+    AT_ONCE,
+    BACKENDS,
+    VOCAB,
+    drafts_of,
+    engine_of,
+    exact,
+    run_rows,
+)
 from tests.scripted import Script
+from tests.spec_decode.repetitive import Knowing, KnowingRows
 
 WINDOWED = {"sliding_window": 24, "sliding_window_pattern": 2}
 
@@ -283,3 +292,30 @@ def test_a_head_reads_nothing_of_rows_that_it_is_not_asked_for(target: Any) -> N
         # The last token makes caches that others can be joined to.
         assert (len(head.observed) > 2) is drafts
         assert (max(head.observed) > 0) is drafts
+
+
+def test_a_draft_is_asked_up_to_its_last_position(target: Any) -> None:
+    """Catches a draft that is asked past its position table, or that stops early."""
+    written: list[int] = []
+
+    class Wrong(Knowing):
+        context_length = 20
+
+        def rows(
+            self, prompts: Sequence[Sequence[int]], *, max_length: int
+        ) -> KnowingRows:
+            return WrongRows(self, [tuple(p) for p in prompts])
+
+    class WrongRows(KnowingRows):
+        def propose(self, round_: Round) -> Proposals:
+            # Its cache would take all proposals but the last.
+            written.append(round_.lengths.item() + round_.num_draft_tokens - 1)
+            return super().propose(round_)
+
+    never = Wrong({}, lambda at, token: VOCAB - 1)
+    params = [SamplingParams(max_tokens=40, logit_bias={VOCAB - 1: -100.0})]
+    run_rows(
+        target, None, [[5, 6, 7]], params,
+        num_draft_tokens=3, drafter=never,
+    )  # fmt: skip
+    assert max(written) == 20

@@ -36,7 +36,8 @@ SEEDS = range(8)
 
 
 def auto(job: Job) -> AutoLength:
-    costs = RoundCosts(ForwardCosts([job.sweep()]), **device(job))
+    costs = RoundCosts(ForwardCosts(), **device(job))
+    costs.add(job.sweep())
     return AutoLength(costs, max_draft_tokens=job.most)
 
 
