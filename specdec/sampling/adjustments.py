@@ -32,7 +32,8 @@ class Penalty:
         cls, rows: Sequence[tuple[float | None, int]], none: float
     ) -> Penalty | None:
         """The penalty of each row; ``None`` if no row has one."""
-        strengths = [none if s is None else s for s, _ in rows]
+        # MLX takes no whole numbers beyond 64 bits.
+        strengths = [none if s is None else float(s) for s, _ in rows]
         if all(s == none for s in strengths):
             return None
         return cls(mx.array(strengths, mx.float32), mx.array([n for _, n in rows]))
@@ -163,5 +164,5 @@ def _scattered(rows: Sequence[Mapping[int, float]], vocab_size: int) -> mx.array
     if not at:
         return dense
     index = mx.array([i for i, _, _ in at]), 0, mx.array([t for _, t, _ in at])
-    dense[index] = mx.array([v for _, _, v in at])
+    dense[index] = mx.array([float(v) for _, _, v in at])
     return dense

@@ -139,3 +139,13 @@ def test_noise_of_a_draw_of_zero_is_finite(monkeypatch: pytest.MonkeyPatch) -> N
         chosen = sampling.choose(logits, sampling.draws(first, 1))
         assert chosen[0, 0].item() == best
         assert chosen[1, 0].item() != 3
+
+
+def test_numbers_may_be_long_and_whole() -> None:
+    """MLX takes none beyond 64 bits: rows that join with such a one fail with it."""
+    long = 10**30
+    params = SamplingParams(
+        temperature=1, repetition_penalty=long, presence_penalty=-long,
+        frequency_penalty=long, logit_bias={1: long, 2: -long},
+    )  # fmt: skip
+    mx.eval(RowSampling.of([params, SamplingParams()], vocab_size=5).temperature)
