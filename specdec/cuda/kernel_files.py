@@ -117,7 +117,7 @@ def place(
         "} // namespace mlx::core::cu\n"
     )
     file = folder / f"{name}_{hashed(code.encode()):x}.ptx"
-    if len(file.name) > _LONGEST_NAME or file.exists() or file in _failed:
+    if len(file.name) > _LONGEST_NAME or file in _failed or os.path.exists(file):
         return
     code = f'{_HEADER}{kernel.header}extern "C" __global__ void {function}\n}}\n'
     waiting = _waiting.get()
@@ -160,8 +160,8 @@ def _compile(file: Path, code: str) -> None:
     # MLX reads the code first, so the names are there before it.
     names = f"mlx::core::cu::{name}\t{name}\n".encode()
     try:
-        machine_code = compiled(code)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        machine_code = compiled(code)
         for end, content in ((".txt", names), (".ptx", machine_code)):
             parts.append(file.with_suffix(f"{end}.{os.getpid()}.{get_ident()}.part"))
             parts[-1].write_bytes(content)
@@ -249,7 +249,10 @@ def architecture() -> str:
 @cache
 def _folder() -> Path | None:
     """The folder in which MLX looks; ``None``: it is not known, or is not needed."""
-    if metadata.version("mlx") != MLX or mx.default_device() == mx.cpu:
+    try:
+        if metadata.version("mlx") != MLX or mx.default_device() == mx.cpu:
+            return None
+    except metadata.PackageNotFoundError:  # it was not installed by an installer
         return None
     if mx.metal.is_available() or _nvrtc() is None or _includes() is None:
         return None
@@ -259,13 +262,15 @@ def _folder() -> Path | None:
 
 @cache
 def _nvrtc() -> Any:
-    """The NVRTC that MLX uses; ``None``: it is not loaded."""
+    """The NVRTC that MLX uses; ``None``: it is not loaded, or cannot be opened."""
     try:
-        maps = Path("/proc/self/maps").read_text("utf-8")
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+        # The last of six columns is the path, which may have spaces.
+        lines = [line for line in maps.splitlines() if "libnvrtc.so" in line]
+        paths = {line.split(maxsplit=5)[-1] for line in lines}
+        return ctypes.CDLL(min(paths)) if paths else None
     except OSError:
         return None
-    paths = {line.split()[-1] for line in maps.splitlines() if "libnvrtc.so" in line}
-    return ctypes.CDLL(min(paths)) if paths else None
 
 
 @cache

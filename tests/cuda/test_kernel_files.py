@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
@@ -162,10 +163,43 @@ def test_what_fails_is_left_to_mlx(
     monkeypatch.setattr(kernel_files, "compiled", fails)
     launched()
     kernel_files.compile_together([launched])
-    assert not folder.exists()
-    folder.touch()  # no folder can be made
-    monkeypatch.setattr(kernel_files, "compiled", lambda code: b"")
-    launched(4)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["file", "file/folder", 300 * "x"])
+def test_nothing_is_compiled_for_a_folder_that_cannot_be_made(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch fails, or each kernel is compiled twice."""
+    path = folder.parent / name
+    (folder.parent / "file").touch()
+    monkeypatch.setattr(kernel_files, "_folder", lambda: path)
+    monkeypatch.setattr(kernel_files, "compiled", lambda code: pytest.fail("twice"))
+    launched()
+    kernel_files.compile_together([launched])
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_compiler_is_found_in_any_folder(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A space in the path of an environment would end every launch with an error."""
+    library = tmp_path / "my tools" / "libnvrtc.so.12"
+    maps = f"7f00-7f01 r-xp 00000000 08:01 42   {library}\n7f01-7f02 rw-p 0 0:0 0\n"
+    monkeypatch.setattr(Path, "read_bytes", lambda path: maps.encode())
+    opened: list[str] = []
+
+    def opens(path: str) -> str:
+        opened.append(path)
+        if not there:
+            raise OSError("cannot open shared object file")
+        return "library"
+
+    monkeypatch.setattr(ctypes, "CDLL", opens)
+    kernel_files._nvrtc.cache_clear()
+    assert kernel_files._nvrtc() == ("library" if there else None)
+    assert opened == [str(library)]
+    kernel_files._nvrtc.cache_clear()
 
 
 def test_a_thread_that_decodes_is_not_stopped(folder: Path) -> None:
@@ -183,11 +217,18 @@ def test_it_is_written_after_the_mlx_that_is_tested() -> None:
     assert TESTED["mlx"] == kernel_files.MLX
 
 
+def unknown(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
 def test_another_mlx_or_a_cpu_compiles_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel_files._folder.cache_clear()
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
+    assert kernel_files._folder() is None
+    kernel_files._folder.cache_clear()
+    monkeypatch.setattr(metadata, "version", unknown)
     assert kernel_files._folder() is None
     kernel_files._folder.cache_clear()
     monkeypatch.undo()
