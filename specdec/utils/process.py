@@ -9,6 +9,7 @@ import platform
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from importlib.abc import MetaPathFinder
@@ -65,8 +66,10 @@ def _kernel_folder() -> str:
 
     Where no folder is safe, a path that cannot exist: MLX keeps nothing.
     """
-    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
-    lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
+    lines: list[str] = []
+    with suppress(OSError):  # containers may hide the driver's files
+        for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+            lines += file.read_text("utf-8", "replace").splitlines()
     kinds = {line.partition(":")[2].strip() for line in lines if line[:6] == "Model:"}
     facts = [platform.machine(), *(sorted(kinds) or [platform.node()])]
     if len(kinds) > 1:  # CUDA's numbers are not those of the driver

@@ -6,12 +6,14 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from specdec import EngineConfig
 from specdec.server.config import ServerConfig
+from specdec.utils import process
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,6 +168,19 @@ def test_a_folder_of_the_starting_process_is_not_taken(
     assert folder.parent == other.parent
     assert folder.is_dir()
     assert folder != other
+
+
+def test_files_of_the_driver_may_be_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In such a container, importing specdec would end with an error."""
+
+    def hidden(path: Path, pattern: str) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "glob", hidden)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Path(process._kernel_folder()).parent == tmp_path / "specdec"
 
 
 def test_no_kernel_is_read_that_others_could_write(
