@@ -109,7 +109,7 @@ def _table(results: Sequence[Trial]) -> str:
             head = [each.name, f"x{each.layers}"] if by == "MLX" else ["", ""]
             first = f"{one:.3f}" if by == "MLX" else ""
             lines.append([*head, by, first, *relative])
-    timed = [each for each in results if each.mlx.keys() == set(rows)]
+    timed = [each for each in results if rows and each.mlx.keys() == set(rows)]
     if len(timed) > 1:
         whole = {n: sum(e.layers * e.mlx[n] for e in timed) for n in rows}
         one = whole[rows[0]]

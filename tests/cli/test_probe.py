@@ -95,7 +95,8 @@ def test_nothing_could_be_timed(
     folder: Path, specdec: Specdec, found: list[Trial]
 ) -> None:
     """The block says why, and scripts see that it failed."""
-    found.append(Trial(NAME, 4, fault="its process ended (-11)"))
-    result = specdec("probe", "--target", str(folder), "--quiet")
-    assert result.exit_code == 1
-    assert f"{NAME}: its process ended (-11)" in result.stdout
+    for name in (NAME, OTHER):
+        found.append(Trial(name, 4, fault="its process ended (-11)"))
+        result = specdec("probe", "--target", str(folder), "--quiet")
+        assert (result.exit_code, result.stderr) == (1, "")
+        assert f"{name}: its process ended (-11)" in result.stdout
