@@ -61,7 +61,7 @@ class Corpus:
         #: The place of the next token, and how many answers were added.
         self.end, self.count = 0, 0
         # Both arrays on the device, and what was changed since: tokens, and elements of
-        # the table.
+        # the table. Without look-ups there is nothing on the device, nor to tell it.
         self._arrays: tuple[mx.array, mx.array] | None = None
         self._changes: list[tuple[slice, Int32s]] = []
 
@@ -80,7 +80,7 @@ class Corpus:
         first = self.end
         if first + width > capacity:  # no answer goes on at the ring's beginning
             self.tokens[first:] = EMPTY
-            self._changes.append((slice(first, capacity), np.array([], np.int32)))
+            self._changed(slice(first, capacity), np.array([], np.int32))
             first = 0
         self.tokens[first : first + width - 1] = tokens
         self.tokens[first + width - 1] = EMPTY
@@ -89,15 +89,21 @@ class Corpus:
         way = self.count % _WAYS
         elements = _bucket(newest, len(self.places)) * _WAYS + way
         self.places.reshape(-1)[elements] = first + at
-        self._changes.append((slice(first, first + width), elements))
+        self._changed(slice(first, first + width), elements)
         self.end = (first + width) % capacity
         self.count += 1
 
+    def _changed(self, part: slice, elements: Int32s) -> None:
+        if len(self._changes) == _MOST_CHANGES:
+            self._arrays = None
+            self._changes.clear()
+        if self._arrays is not None:
+            self._changes.append((part, elements))
+
     def arrays(self) -> tuple[mx.array, mx.array]:
         """Tokens and places on the device, which gets what has changed alone."""
-        if self._arrays is None or len(self._changes) > _MOST_CHANGES:
+        if self._arrays is None:
             self._arrays = mx.array(self.tokens), mx.array(self.places)
-            self._changes.clear()
         tokens, places = self._arrays
         whole = self.places.reshape(-1)
         for part, elements in self._changes:

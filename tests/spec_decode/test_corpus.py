@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,21 @@ def test_answers_that_come_between_look_ups_are_found(capacity: int) -> None:
                 assert right is not None
                 for name, one in vars(found).items():
                     assert mx.array_equal(one, getattr(right, name))
+
+
+def test_answers_that_nobody_looks_up_take_no_memory() -> None:
+    """A server whose rounds draft nothing would grow with every answer."""
+    corpora = Corpora(1 << 10, 4)
+    for looks in (False, True):
+        corpora.add("", range(100))
+        if looks:
+            corpora.find([""], tail_of([[1, 2, 3]]), K)
+        tracemalloc.start()
+        for _ in range(500):
+            corpora.add("", range(100))
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert size < 50_000
 
 
 def test_the_ring_wraps() -> None:
