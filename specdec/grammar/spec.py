@@ -32,9 +32,8 @@ class Grammar:
     """The form of a request's whole output, from its first token.
 
     Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex`, :meth:`choice` or
-    :meth:`lark`,
-    and passed as ``SamplingParams(grammar=...)``. It needs the package llguidance
-    (extra ``structured``).
+    :meth:`lark`, and passed as ``SamplingParams(grammar=...)``. It needs the package
+    llguidance (extra ``structured``).
 
     Args:
         kind: how to read ``text``.

@@ -28,8 +28,8 @@ def gated_delta_chunks(
     With keys of length 1 and ``beta`` up to 2, outputs and states differ from a loop in
     float64 by less than 1e-5 of the largest number.
 
-    Arguments and results are those of :func:`specdec.cuda.delta_rule.scan`, with a gate
-    for each head.
+    Arguments and results are those of :class:`specdec.cuda.delta_rule.Inputs` and
+    :func:`specdec.cuda.delta_rule.scan`, with a decay for each head.
     """
     rows, tokens, key_heads = q.shape[:3]
     heads = v.shape[2]

@@ -54,7 +54,7 @@ def plan(entries: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan
     """The longest prefix that entries serve.
 
     Args:
-        found: entries, each with the number of first tokens that it shares with the
+        entries: each with the number of first tokens that it shares with the
             prompt. The first of equally good entries is taken.
         linear, rings: which kinds of caches the model has; one or both.
     """

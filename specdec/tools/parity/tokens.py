@@ -165,7 +165,7 @@ class _Comparison:
         self._logprob_difference = 0.0
 
     def take(self, i: int, start: int, result: GenerationResult) -> int | None:
-        """Compare row ``i``, which the engine began at generated token ``begun``.
+        """Compare row ``i``, which the engine began at generated token ``start``.
 
         Returns:
             After a tie, the generated token at which to begin again; ``None`` if
