@@ -72,8 +72,7 @@ class ChatRequest(OpenAISampling):
         "audio": Refused(_NO_MEDIA),
         "web_search_options": Refused("nothing is searched here: use a tool"),
         "functions": Refused("it is deprecated: use tools", ([],)),
-        "function_call": Refused("it is deprecated: use tool_choice"),
-        "grammar": Refused("use response_format"),
+        "function_call": Refused("it is deprecated: use tool_choice", ("none", "auto")),
     }
     elsewhere: ClassVar[Mapping[str, str]] = {
         **OpenAISampling.elsewhere, "prompt": "messages", "input": "messages",

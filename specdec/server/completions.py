@@ -14,7 +14,7 @@ from .errors import RequestError
 from .job import Begun, Client, Event, Job, Outcome, Piece, Text
 from .rendering import CompletionRendering
 from .sampling import OpenAISampling, grammar_of, sampling, stops
-from .schema import Notes, Refused
+from .schema import Notes
 from .service import Service
 from .web import MOST_PROMPTS
 
@@ -30,12 +30,10 @@ class CompletionRequest(OpenAISampling):
     """A request's body."""
 
     accepted = OpenAISampling.accepted | {"add_special_tokens"}
-    refused: ClassVar[Mapping[str, Refused]] = {
-        **OpenAISampling.refused,
-        "best_of": Refused(
-            "candidates are not ranked here: ask for n and choose", (1,)
-        ),
-        "grammar": Refused("use response_format"),
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **OpenAISampling.neutral,
+        "logprobs": (False,),  # -1 means all tokens in vLLM
+        "suffix": ("",),
     }
     elsewhere: ClassVar[Mapping[str, str]] = {
         **OpenAISampling.elsewhere, "messages": "prompt", "input": "prompt",

@@ -11,6 +11,8 @@ from ..sampling_params import MAX_TEMPERATURE
 from ..utils.checks import require, require_bytes, require_int, require_range
 from ..utils.names import settings
 
+#: What mlx-lm's clients call the server's own model.
+DEFAULT_NAME = "default_model"
 _MOST_SECONDS = 10**7
 
 PrefixSharing = Literal["all", "client"]

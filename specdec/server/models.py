@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .config import ServerConfig
+from .config import DEFAULT_NAME, ServerConfig
 from .errors import RequestError
 from .replicas import Replica, Replicas, Start
 from .router import Router, app_of
@@ -90,14 +90,16 @@ class Models(Replicas):
             RequestError: there is none of that name.
         """
         names = [offer.name for offer in self.offers]
-        if name is not None and name not in names:
+        if name in names:
+            return self.all[names.index(name)]
+        if name not in (None, DEFAULT_NAME):
             raise RequestError(
                 f"no model {name!r} is served here: use {' or '.join(names)}",
                 status=404,
                 field="model",
                 code="model_not_found",
             )
-        return self.all[0 if name is None else names.index(name)]
+        return self.all[0]
 
     async def load(self, replica: Replica) -> None:
         """Start a model unless it runs; wait until it answers.

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..grammar import Grammar
 from ..sampling_params import FILTERS, SamplingParams, Verification
 from ..utils.printable import quoted
+from .config import DEFAULT_NAME
 from .errors import RequestError, request_error
 from .job import Chat, Client, Job, Message, Tools
 from .schema import Notes, Record, Refused, read
@@ -55,21 +56,43 @@ class Sampling(Record):
 
     elsewhere: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
-        "thinking_token_budget": "max_thinking_tokens",
+        **dict.fromkeys(
+            ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"),
+            "max_thinking_tokens",
+        ),
     }
     accepted = frozenset(
         {"cache_prompt", "keep_alive", "priority", "request_id", "id_slot",
          "spaces_between_special_tokens", "guided_decoding_backend",
-         "guided_whitespace_pattern", "timings_per_token"}
+         "guided_whitespace_pattern", "timings_per_token", "n_keep",
+         # Of samplers that are refused unless they are off.
+         "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+         "dry_sequence_breakers", "dynatemp_exponent", "mirostat_tau", "mirostat_eta"}
     )  # fmt: skip
+    # What mlx_lm.server, vLLM and llama.cpp take for "off".
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "top_k": (-1,),
+        "logprobs": (False, -1),
+        "top_logprobs": (-1, 0),
+        "repetition_penalty": (0, 1),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "seed": (-1,),
+        "logit_bias": ([],),
+        "max_thinking_tokens": (-1,),
+    }
     refused: ClassVar[Mapping[str, Refused]] = {
+        "best_of": Refused(
+            "candidates are not ranked here: ask for n and choose", (1,)
+        ),
         "draft_model": Refused(
-            "the server's draft is used: leave it out", ("default_model",)
+            "the server's draft is used: leave it out", (DEFAULT_NAME,)
         ),
         "adapters": Refused("the server names an adapter for all: leave it out"),
         "role_mapping": Refused("the model's own template is used", ({},)),
-        "options": Refused("name its parameters in the request itself"),
+        "options": Refused("name its parameters in the request itself", ({},)),
         "think": Refused("use chat_template_kwargs or reasoning_effort"),
+        "grammar": Refused("use guided_grammar, in Lark", ("",)),
         "include_stop_str_in_output": Refused("stop texts are left out", (False,)),
         "use_beam_search": Refused("there is no beam search", (False,)),
         "bad_words": Refused("use logit_bias", ([],)),
@@ -86,12 +109,18 @@ class Sampling(Record):
         "n_probs": Refused("use logprobs", (0,)),
         # llama.cpp's names, with the values that its clients send by default.
         "repeat_penalty": Refused("did you mean repetition_penalty?", (1,)),
+        "reasoning_format": Refused(
+            "thoughts are in reasoning_content", ("auto", "deepseek")
+        ),
+        "return_tokens_as_token_ids": Refused("use return_token_ids", (False,)),
+        "return_tokens": Refused("did you mean return_token_ids?", (False,)),
         "repeat_last_n": Refused("did you mean repetition_context_size?", (0, 64, -1)),
         # Samplers of llama.cpp, with the values that turn them off.
         **dict.fromkeys(
-            ("dry_multiplier", "dynatemp_range", "mirostat"),
+            ("dry_multiplier", "dynatemp_range", "min_keep", "mirostat"),
             Refused("there is no such sampler", (0,)),
         ),
+        "top_n_sigma": Refused("there is no such sampler", (-1, 0)),
         **dict.fromkeys(
             ("tfs_z", "typical_p"), Refused("there is no such sampler", (1,))
         ),
@@ -327,7 +356,8 @@ def sampling(
     """
     config = service.config
     limit = config.max_output_tokens
-    wanted = config.max_tokens if max_tokens is None else max_tokens
+    # llama.cpp and LM Studio mean "no limit" with -1.
+    wanted = config.max_tokens if max_tokens in (None, -1) else max_tokens
     if limit is not None and wanted > limit:
         param = names.get("max_tokens", "max_tokens")
         raise RequestError.invalid(
@@ -343,8 +373,8 @@ def sampling(
         "max_tokens": wanted,
         **more,
     }
-    if settings.get("top_k") == -1:  # vLLM and others keep all tokens with -1
-        settings["top_k"] = 0
+    if settings.get("xtc_probability") == 0:
+        settings.pop("xtc_threshold", None)  # other servers' clients send both
     if "logit_bias" in settings:
         settings["logit_bias"] = _biases(settings["logit_bias"])
     if config.prefix_sharing == "client":

@@ -84,6 +84,7 @@ class Record(BaseModel):
     """An object of a request; a field that is ``null`` counts as absent.
 
     Attributes:
+        neutral: values of fields that are the same as none.
         refused: known fields that are not honoured.
         accepted: known fields that change no answer.
         noted: known fields of which a note says so, except for this value.
@@ -93,6 +94,7 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     refused: ClassVar[Mapping[str, Refused]] = {}
     accepted: ClassVar[frozenset[str]] = frozenset()
     noted: ClassVar[Mapping[str, str]] = {}
@@ -126,14 +128,16 @@ class Record(BaseModel):
             return value
         taken, names = {}, cls.honoured()
         for name, content in value.items():
+            neutral = cls.neutral.get(cls.elsewhere.get(name, name), ())
+            if _among(content, neutral):
+                continue
             if name in names:
-                if content is not None:
-                    taken[name] = content
+                taken[name] = content
             elif rule := cls.refused.get(name):
-                if content is not None and content not in rule.only:
+                if not _among(content, rule.only):
                     _refuse(name, rule.code, f"is not supported: {rule.why}")
             elif name in cls.noted:
-                if content not in (None, cls.noted[name]) and info.context:
+                if content != cls.noted[name] and info.context:
                     info.context.add(f"{name} changes nothing here")
             elif name not in cls.accepted:
                 cls._unknown(name, info.context)
@@ -159,6 +163,14 @@ class Record(BaseModel):
 
 
 R = TypeVar("R", bound=Record)
+
+
+def _among(value: Any, neutral: Sequence[Any]) -> bool:
+    """Whether a value is ``null``, or equals a neutral one; 0 is not ``false``."""
+    return value is None or any(
+        value == each and isinstance(value, bool) is isinstance(each, bool)
+        for each in neutral
+    )
 
 
 def _refuse(name: str, code: str, text: str) -> NoReturn:

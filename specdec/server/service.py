@@ -20,7 +20,7 @@ from ..model_names import short
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
 from ..utils.output_text import stop_texts
-from .config import ServerConfig
+from .config import DEFAULT_NAME, ServerConfig
 from .encoding import Encoded, encode_source
 from .errors import RequestError, request_error
 from .job import Begun, Chat, End, EndReason, Event, Job, Piece, Text, Tokens, Tools
@@ -114,8 +114,10 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The model's name in a response, if the request names it ``name``."""
-        if name is None or "*" in self.config.names or name in self.names:
+        if "*" in self.config.names or name in self.names:
             return name or self.names[0]
+        if name in (None, DEFAULT_NAME):
+            return self.names[0]
         raise RequestError(
             f"no model {name!r} is served here: use {self.names[0]}",
             status=404,

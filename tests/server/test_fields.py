@@ -458,14 +458,8 @@ def test_both_names_of_one_form(server: Running) -> None:
 
 
 def test_settings_of_other_servers(server: Running) -> None:
-    """One that would change the answer is dropped, or one that is off is refused."""
-    off = {"length_penalty": 1.0, "mirostat": 0, "typical_p": 1.0, "detokenize": True,
-           "documents": [], "allowed_token_ids": None, "repeat_penalty": 1.0,
-           "repeat_last_n": 64}  # fmt: skip
+    """One that would change the answer is dropped."""
     for path in BODIES:
-        made = post(server, path, **off)
-        assert made.status_code == 200, made.text
-        assert "x-specdec-ignored" not in made.headers
         for name, meant in (
             ("repeat_penalty", "repetition_penalty"),
             ("repeat_last_n", "repetition_context_size"),

@@ -84,6 +84,7 @@ def test_the_model_that_is_named_answers() -> None:
         assert loaded(client) == "b"
         a = ask(client, None).json()["pid"]  # the first one
         assert a != b
+        assert ask(client, "default_model").json()["pid"] == a
         assert ask(client, "a").json()["pid"] == a
         assert ask(client, "b").json()["pid"] == b
         assert client.get("/v1/models/a").json()["loaded"]

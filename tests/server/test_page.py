@@ -168,12 +168,12 @@ def test_the_page(
     assert browser.run("document.querySelectorAll('article').length") == 0
     # An error of the server's is shown, and what was asked can be asked again.
     browser.run(
-        "document.getElementById('most').value = -1;"
+        "document.getElementById('most').value = -2;"
         "document.getElementById('text').value = 'Hi';"
         "document.getElementById('send').click()"
     )
     error = browser.until("document.querySelector('.error')?.textContent")
-    assert "max_tokens is -1" in error
+    assert "max_tokens is -2" in error
     assert browser.run("messages.length") == 0
     browser.run("document.getElementById('most').value = 12")
     # What is left of an answer is no part of the chat that was begun meanwhile.

@@ -168,6 +168,13 @@ MORE: Cases = {
     "typical_p": Refused(0.9),
     "repeat_penalty": Refused(1.1),
     "repeat_last_n": Refused(32),
+    "best_of": Refused(2),
+    "grammar": Refused("a"),
+    "min_keep": Refused(1),
+    "top_n_sigma": Refused(1.0),
+    "reasoning_format": Refused("none"),
+    "return_tokens": Refused(True),
+    "return_tokens_as_token_ids": Refused(True),
     **dict.fromkeys(
         (
             "cache_prompt",
@@ -179,6 +186,14 @@ MORE: Cases = {
             "guided_decoding_backend",
             "guided_whitespace_pattern",
             "timings_per_token",
+            "n_keep",
+            "dry_base",
+            "dry_allowed_length",
+            "dry_penalty_last_n",
+            "dry_sequence_breakers",
+            "dynatemp_exponent",
+            "mirostat_tau",
+            "mirostat_eta",
         ),
         Label("x"),
     ),
@@ -254,11 +269,10 @@ CASES: dict[str, tuple[Callable[..., Any], type[Record], dict[str, Any], Cases]]
         "audio": Refused({"voice": "x", "format": "wav"}),
         "web_search_options": Refused({}),
         "functions": Refused([{"name": "f"}]),
-        "function_call": Refused("auto"),
+        "function_call": Refused({"name": "f"}),
         "prediction": Label({"type": "content", "content": "x"}),
         "verbosity": Label("low"),
         "add_generation_prompt": Label(True),
-        "grammar": Refused("a"),
     }),
     "completions": (
         completions.parse, completions.CompletionRequest, {"prompt": "Hello"}, {
@@ -268,14 +282,12 @@ CASES: dict[str, tuple[Callable[..., Any], type[Record], dict[str, Any], Cases]]
         "max_tokens": param("max_tokens", 7),
         "ignore_eos": param("min_tokens", True, 16),
         "n": Used(3, lambda r: r.job.n),
-        "best_of": Refused(2),
         "echo": Used(True, lambda r: r.request.echo),
         "logprobs": param("top_logprobs", 2),
         "prompt_logprobs": param("prompt_logprobs", 2),
         "stop": param("stop", ["a", "b"], ("a", "b")),
         "response_format": Used(JSON, lambda r: r.job.params.grammar.text, "{}"),
         "add_special_tokens": Label(True),
-        "grammar": Refused("a"),
     }),
     "responses": (responses.parse, responses.ResponseRequest, {"input": "Hello"}, {
         **OPENAI,
@@ -380,6 +392,68 @@ def test_no_parameter_is_silently_ignored(endpoint: str, server: Running) -> Non
             continue
         expected = case.value if case.expected is None else case.expected
         assert case.get(made) == expected, name
+
+
+#: What other servers' clients send for settings that are off.
+NEUTRAL: dict[str, list[dict[str, Any]]] = {
+    "": [
+        {"logprobs": False, "top_logprobs": -1}, {"top_logprobs": 0},
+        {"top_k": -1}, {"top_k": 0}, {"top_p": 1}, {"min_p": 0}, {"seed": -1},
+        {"repetition_penalty": 0.0}, {"repetition_penalty": 1},
+        {"xtc_probability": 0.0, "xtc_threshold": 0.0}, {"min_tokens": 0},
+        {"max_thinking_tokens": -1}, {"thinking_token_budget": -1},
+        {"best_of": 1}, {"use_beam_search": False}, {"length_penalty": 1.0},
+        {"repeat_penalty": 1.0, "repeat_last_n": 64}, {"typical_p": 1.0},
+        {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1},
+        {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2},
+        {"dynatemp_range": 0.0, "dynatemp_exponent": 1.0}, {"top_n_sigma": -1.0},
+        {"min_keep": 0, "n_keep": 0, "n_probs": 0, "grammar": ""},
+        {"return_tokens": False, "return_tokens_as_token_ids": False},
+        {"reasoning_format": "auto", "options": {}, "draft_model": "default_model"},
+        {"truncate_prompt_tokens": None, "vllm_xargs": None, "temprature": None},
+        {"detokenize": True, "documents": [], "allowed_token_ids": None},
+    ],
+    "openai": [
+        {"presence_penalty": 0, "frequency_penalty": 0.0}, {"logit_bias": []},
+        {"model": "default_model"},
+    ],
+    "chat": [
+        {"logprobs": -1}, {"n": 1}, {"max_tokens": -1}, {"function_call": "none"},
+    ],
+    "completions": [
+        {"echo": False, "suffix": ""}, {"n": 1},
+    ],
+    "responses": [{"max_output_tokens": -1}],
+    "messages": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", list(CASES)[:4])
+def test_settings_that_are_off_elsewhere(endpoint: str, server: Running) -> None:
+    """A client's default is refused, noted, or taken for a setting."""
+    parse, _, good, _ = CASES[endpoint]
+    good = {"temperature": 0, **good}
+    plain = parse(good, server.service)
+    openai = NEUTRAL["openai"] if endpoint != "messages" else []
+    for off in (*NEUTRAL[""], *openai, *NEUTRAL[endpoint]):
+        made = parse({**good, **off}, server.service)
+        assert _same(made, plain), off
+        assert made.model == plain.model, off
+        assert made.notes.ignored == made.notes.texts == [], off
+    drawn = [
+        parse({**good, "temperature": 1, "seed": -1}, server.service).job.params.seed
+        for _ in range(2)
+    ]
+    assert drawn[0] != drawn[1]
+
+
+def test_no_limit_for_a_completion(server: Running) -> None:
+    """It has the 16 tokens of one that does not say; or 0 entries are taken for off."""
+    made = completions.parse(
+        {"prompt": "Hi", "max_tokens": -1, "logprobs": 0}, server.service
+    )
+    assert made.job.params.max_tokens == server.service.config.max_tokens
+    assert made.job.params.logprobs
 
 
 def _same(made: Any, plain: Any) -> bool:
