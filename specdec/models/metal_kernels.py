@@ -232,22 +232,17 @@ def take_kernels(model: nn.Module) -> None:
     """Let proven kernels compute the model's products and layers, in place."""
     if os.environ.get(SWITCH, "").strip() == "0":
         return
-
-    def suits(layer: Any) -> bool:
-        kind = Kind.of(layer)
-        if kind is None:
-            return False
-        few_rows.rows_of[kind] = frozenset(_of_matrix(kind).used)
-        return bool(few_rows.rows_of[kind])
-
     with kept_proofs():
-        change_kinds(model, KINDS, suits)
+        for kind in matrices_of(model):
+            few_rows.rows_of[kind] = frozenset(_of_matrix(kind).used)
         for form in layers_of(model):
             gated_delta.settle(form, bool(_of_layer(form).used))
         for heads in attention_of(model):
             attention.tokens_of[heads] = frozenset(_of_attention(heads).used)
+    rows_of: Any = few_rows.rows_of
+    change_kinds(model, KINDS, lambda layer: bool(rows_of.get(Kind.of(layer))))
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        kind, of = _attending(module), _form_of(module)
-        if kind is not None and of is not None and attention.tokens_of.get(of):
-            module.__class__ = kind
+        attending, of = _attending(module), _form_of(module)
+        if attending is not None and of is not None and attention.tokens_of.get(of):
+            module.__class__ = attending
