@@ -34,11 +34,14 @@ def probe(
 ) -> None:
     """Time products with a target's matrices for 1 to 32 rows; loads no weights.
 
+    The target has to be on this machine: a folder, or what hf download has fetched.
+
     On Metal this also proves and times kernels of ours, in a process of their own. A
     kernel that is right and clearly faster is used from then on; one that hangs or
     crashes is not tried again. SPECDEC_METAL_KERNELS=0 turns all of them off.
 
     \b
+      hf download mlx-community/Qwen3-4B-4bit
       specdec probe --target mlx-community/Qwen3-4B-4bit
     """  # noqa: D301 - click's mark for lines to keep
     from ..backend import defaults, describe
