@@ -15,7 +15,7 @@ _LINE = (
     + "!"
 )
 #: Slow expressions are slow at long runs that do not end as they should.
-_RUNS = [f"{character * 500}? b0!\n" for character in "aA 0\né日!-_"]
+_RUNS = [f"{character * 4000}? b0!\n" for character in "aA 0\né日!-_"]
 
 
 def _try(file: str) -> int:
