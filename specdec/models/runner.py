@@ -448,6 +448,9 @@ class ModelRows:
             inputs = self._images.inputs(model, tokens, done, valid)
             self._memo.until = self._images.until(done, valid, width)
             usual = scores is None and not inputs and self._memo.until is None
+            # Masks of empty caches have no dtype, so they are boolean. Where attention
+            # reads no such masks, it selects by them: one more kernel to compile.
+            usual &= max(done) > 0 or self.runner.backend.boolean_masks
             if not (usual and self._compiled("__call__", (tokens,), valid=valid)):
                 self._padded_forward(tokens, valid, model=model, **inputs)
             self._memo.until = None
