@@ -206,7 +206,8 @@ def test_a_replica_is_prepared_before_mlx() -> None:
         "replica.prepare_process = lambda: sys.exit('mlx.core' in sys.modules)\n"
         "replica.main()"
     )
-    greeting = pickle.dumps(("", {"config": EngineConfig()}, ServerConfig(), True, 1))
+    config = {"config": EngineConfig()}
+    greeting = pickle.dumps(("", config, ServerConfig(), True, 1, False))
     subprocess.run([sys.executable, "-c", program], input=greeting, check=True)
 
 
