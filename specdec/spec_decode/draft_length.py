@@ -916,7 +916,9 @@ class AutoLength:
                 for k in ks[1:]:
                     rounds = state.remaining / 2 / max(1.0, rates[k])
                     if rounds * (rates[k] - 1) > once:
-                        self._spend(once if doubt else 0.0)
+                        # No more than most of these rows save up: tries follow.
+                        most = self._budget + EXPLORE * state.remaining * 2 / 3
+                        self._spend(min(once, most) if doubt else 0.0)
                         return True
             if once <= EXPLORE * state.remaining / 2 and any(
                 self.costs.relative(state.num_rows, k) < k + 1 for k in ks[1:]

@@ -16,6 +16,7 @@ import pytest
 from specdec.spec_decode.draft_length import (
     LONGEST,
     TIMED,
+    Acceptance,
     AutoLength,
     BatchState,
     CostStore,
@@ -593,6 +594,24 @@ def test_a_stored_cost_of_prompts_does_not_end_tries() -> None:
         tries += length.may_pay(state)
         observe(length, cpu(0.05), 0, 0, 100)
     assert tries > 1
+
+
+def test_what_a_prompt_costs_leaves_time_for_tries() -> None:
+    """Catches a charge that a job never earns: poor acceptance that is stored stays.
+
+    The costs were measured on two CPU cores, with a head of 6 tokens.
+    """
+    forwards = Forwards(1, {1: 57e-3, 2: 61e-3, 5: 74e-3}, 1.3e-3, draft_once=24.5e-3)
+    excess = {(1, 2): 0.07, (1, 4): 0.035, (1, 6): -0.05}
+    costs = RoundCosts(ForwardCosts([forwards]), excess)
+    known = Acceptance([0.41, 0.62, 0.31, 0.76, 0.84, 0.89])
+    length = AutoLength(costs, known, max_draft_tokens=6)
+    left = 200
+    assert length.may_pay(BatchState(1, [6], left, 39))
+    while not length.choose(BatchState(1, [6], left)):
+        length.observe(RoundTiming(1, 0, [], costs.forwards.round(1, 0)))
+        left -= 1
+    assert left > 60
 
 
 def test_catching_up_is_as_dear_as_it_was() -> None:
