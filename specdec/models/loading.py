@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from ..cuda import (
 )
 from ..cuda.fused_linear import choices_of, join_products
 from ..cuda.kernel_files import compile_together
+from ..cuda.mlx_kernels import compiled_beside
 from ..errors import ConfigError
 from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks, differing, launched_rank
@@ -239,9 +241,11 @@ def fit(model: Any) -> None:
             gated_delta,
             rotated_heads,
         )
-        with kept_proofs():
+        # Other ranks wait for rank 0, and find what it has compiled.
+        dtype = None if launched_rank() else _type_of(model)
+        with kept_proofs(), compiled_beside(dtype) as waits:
             proofs = [proof for part in parts for proof in part.proofs_of(model)]
-            warm_up.run([partial(compile_together, proofs), *proofs])
+            warm_up.run([partial(compile_together, proofs), *proofs, *waits])
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
@@ -252,6 +256,13 @@ def fit(model: Any) -> None:
             join_products(model)
             if launched_rank() is None:
                 warm_up.run(choices_of(model))
+
+
+def _type_of(model: nn.Module) -> mx.Dtype | None:
+    """The type of most of the model's arrays of floating-point numbers."""
+    types = Counter(array.dtype for _, array in arrays_of(model))
+    floating = (t for t, _ in types.most_common() if mx.issubdtype(t, mx.floating))
+    return next(floating, None)
 
 
 def choose_kernels(model: nn.Module, ranks: Ranks | None) -> None:
