@@ -218,7 +218,6 @@ def distill(
     from ..tools.distill.job import Job
     from ..tools.distill.options import Budget, Options
     from ..tools.distill.plan import check_target, describe
-    from ..tools.distill.plots import draw_all
 
     if minutes is None and tokens is None:
         minutes = 5.0
@@ -255,8 +254,7 @@ def distill(
     with requests:
         try:
             with last_words(conclude):
-                card = job.run()
-                draw_all({wanted.folder.name: card}, wanted.work)
+                job.run()
         except KeyboardInterrupt:
             conclude()
             sys.exit(INTERRUPTED)

@@ -251,7 +251,7 @@ class Figures:
         }
 
     def name(self, cell: Cell) -> str:
-        """The name of a cell in tables and plots."""
+        """The name of a cell in tables."""
         return f"{cell.named(self.varied)}: {cell.label}"
 
     def plain(self, of: CellFigures) -> CellFigures | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ...utils.tables import markdown_table
 
 _FORMS = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash 2"}
 
@@ -55,38 +58,67 @@ def readme(card: dict[str, Any]) -> str:
         f"mlx {card['machine']['mlx']}, specdec {card['machine']['specdec']} |",
         "",
     ]
-    if card["agreement"]:
-        lines += [
+    sections = (
+        (
             "How often it chooses as the target does, greedily, on held-out texts of "
             "the target:",
-            "",
-            "| prompts | positions | agreement | KL (nats) |",
-            "|---|---:|---:|---:|",
-            *(
-                f"| {name} | {entry['positions']:.0f} | {entry['agreement']:.3f} | "
-                f"{entry['kl']:.3f} |"
-                for name, entry in sorted(
-                    card["agreement"].items(),
-                    key=lambda item: (item[0] != "own", item[0]),
-                )
-            ),
-            "",
-        ]
-    if card["rounds"]:
-        lines += [
-            "Rounds of the engine:",
-            "",
-            "| prompts | temperature | k | accepted | tokens a round |",
-            "|---|---:|---:|---:|---:|",
-            *(
-                f"| {entry['set']} ({entry['prompts']}) | {entry['temperature']:g} | "
-                f"{entry['num_draft_tokens']} | {entry['acceptance_rate']:.3f} | "
-                f"{entry['acceptance_length']:.2f} |"
-                for entry in card["rounds"]
-            ),
-            "",
-        ]
+            _agreement(card["agreement"]),
+        ),
+        ("The same, while it learnt:", _learning(card["training"]["history"])),
+        ("Rounds of the engine:", _rounds(card["rounds"])),
+    )
+    for title, table in sections:
+        if table:
+            lines += [title, "", table]
     return "\n".join(lines)
+
+
+def _agreement(sets: Mapping[str, Any]) -> str:
+    """Agreement and divergence by set of prompts; empty without any."""
+    rows = [
+        [name, f"{x['positions']:.0f}", f"{x['agreement']:.3f}", f"{x['kl']:.3f}"]
+        for name, x in sorted(sets.items(), key=lambda item: _own_first(item[0]))
+    ]
+    return _table(["prompts", "positions", "agreement", "KL (nats)"], rows)
+
+
+def _learning(history: Sequence[Mapping[str, Any]]) -> str:
+    """Agreement by tokens of training; empty where it was not measured."""
+    names = {name for moment in history for name in moment["held_out"]}
+    columns = sorted(names, key=_own_first)
+    rows = [
+        [
+            f"{moment['tokens'] / 1e6:.1f}",
+            *(f"{moment['held_out'][name]['agreement']:.3f}" for name in columns),
+        ]
+        for moment in history
+        if moment["held_out"].keys() == names
+    ]
+    return _table(["M tokens of training", *columns], rows if names else [])
+
+
+def _rounds(rounds: Sequence[Mapping[str, Any]]) -> str:
+    """Acceptance by set of prompts, temperature and draft length."""
+    rows = [
+        [
+            f"{entry['set']} ({entry['prompts']})",
+            f"{entry['temperature']:g}",
+            entry["num_draft_tokens"],
+            f"{entry['acceptance_rate']:.3f}",
+            f"{entry['acceptance_length']:.2f}",
+        ]
+        for entry in rounds
+    ]
+    header = ["prompts", "temperature", "k", "accepted", "tokens a round"]
+    return _table(header, rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    return markdown_table(header, rows) if rows else ""
+
+
+def _own_first(name: str) -> tuple[bool, str]:
+    return name != "own", name
 
 
 def _begun(earlier: dict[str, Any] | None) -> list[str]:

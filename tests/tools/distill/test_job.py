@@ -284,6 +284,10 @@ def test_the_card_says_what_was_done(target: Path, tmp_path: Path) -> None:
     assert card["data"]["documents"] == 2 * 11
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| questions-held-out (2) | 0 | 4 |" in text
+    last = card["training"]["history"][-1]
+    shares = [last["held_out"][name]["agreement"] for name in ("questions-held-out",)]
+    row = [f"{last['tokens'] / 1e6:.1f}", *(f"{share:.3f}" for share in shares)]
+    assert f"| {' | '.join(row)} |" in text
 
 
 def test_rounds_that_were_measured_are_not_measured_again(
