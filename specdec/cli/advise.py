@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
-from random import Random
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
-from ..prompts import read_records
+from ..prompts import Encoding, PromptRecord, read_records
 from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
 from ..utils.printable import counted, shorten
 from ..utils.tables import text_table
 from . import options
-from .output import note_products, places_named, share_text, show, show_warnings
+from .output import (
+    note_products,
+    noted_if_slow,
+    places_named,
+    share_text,
+    show,
+    show_warnings,
+)
 from .progress import Progress, Share, announce
 
 if TYPE_CHECKING:
+    from ..decoder import SpecDecoder
     from ..outputs import GenerationResult
     from ..spec_decode.draft_length import ForwardCosts
     from ..tools.advice import Advice, Division
-
-# How often the prompts are resampled, to see how the verdict depends on them.
-_DRAWS = 200
-_FEW_PROMPTS, _FEW_ROUNDS = 5, 50
-# Share of the draws that must agree with a verdict for it to be called sure.
-_SURE = 0.9
 
 
 @click.command(
@@ -95,55 +95,39 @@ def advise(
     show_warnings(notes=not quiet)
     records = read_records(file)[:num_prompts]
     sizes = sorted(set(batch_sizes))
+    config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
+    loading = models.arguments(config)
+    with noted_if_slow(f"loading {models}", quiet=quiet):
+        from ..decoder import SpecDecoder
+
+        decoder = SpecDecoder.from_pretrained(**loading)
+    if not quiet:
+        note_products(decoder, loading["dtype"])
     announce(
         f"decoding {counted(len(records), 'prompt')}, then timing forwards at batch "
         f"{', '.join(map(str, sizes))}",
         quiet=quiet,
     )
     from ..backend import describe
-    from ..decoder import SpecDecoder
     from ..model_names import short
-    from ..spec_decode.draft_length import ForwardCosts
+    from ..tools.advice import advice_of
 
-    config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
-    loading = models.arguments(config)
-    decoder = SpecDecoder.from_pretrained(**loading)
-    if not quiet:
-        note_products(decoder, loading["dtype"])
-    with places_named(records):
-        events = decoder.stream(
-            [record.prompt for record in records],
-            SamplingParams(max_tokens=max_tokens, temperature=temp, seed=0),
-            ignore_chat_template=ignore_chat_template,
-        )
-    results = []
-    share = Share(len(records), max_tokens)
-    with Progress("prompt", len(records), quiet=quiet) as progress:
-        progress.add(0, what="decoding")
-        for event in events:
-            ended = event.result is not None
-            if event.result is not None:
-                results.append(event.result)
-            share.take(event.index, len(event.token_ids), done=ended)
-            progress.add(ended, what="decoding", share=share)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temp, seed=0)
+    encoding: Encoding = {"ignore_chat_template": ignore_chat_template}
+    results = _decode(decoder, records, params, encoding, quiet=quiet)
     stats = decoder.stats
     stats.check_draft()
-    costs = ForwardCosts()
-    with Progress("batch size", len(sizes), quiet=quiet) as progress:
-        for b in sizes:
-            progress.add(0, what=f"timing forwards of {b}")
-            costs.add(decoder.measure_forwards(b))
-            progress.add(1, what=f"timing forwards of {b}")
+    costs = _time_forwards(decoder, sizes, quiet=quiet)
     most = min(MAX_AUTO_DRAFT_TOKENS, decoder.max_proposals or MAX_AUTO_DRAFT_TOKENS)
-    advice, sure = _advice(results, costs, sizes, most)
-    names = decoder.target_name, decoder.draft_name
+    advice, sureness = advice_of(results, costs, sizes, most)
+    target, draft = decoder.target_name, decoder.draft_name
     longest = decoder.max_draft_tokens
-    del decoder, events
+    del decoder
     division = _divide(loading, advice, devices, quiet=quiet)
     if as_json:
         record = {
-            "target": names[0],
-            "draft": names[1],
+            "target": target,
+            "draft": draft,
             "vocabulary_share": stats.vocabulary_share,
             "prompts": len(records),
             "prompts_file": file,
@@ -152,28 +136,67 @@ def advise(
             **asdict(advice),
             "verdict": advice.verdict,
             "worth_it": advice.worth_it,
-            **asdict(sure),
-            "sure": sure.sure,
+            **asdict(sureness),
+            "sure": sureness.sure,
         }
         if division is not None:
             record["division"] = {**asdict(division), "verdict": division.verdict}
         show(json_text(record, indent=2))
         return
-    source = "standard input" if file == "-" else file
     show(
-        f"target: {short(names[0])}\n"
-        f"draft:  {names[1]}{share_text(stats.vocabulary_share)}\n"
-        f"{counted(len(records), 'prompt')} of {shorten(source)}, "
+        f"target: {short(target)}\n"
+        f"draft:  {draft}{share_text(stats.vocabulary_share)}\n"
+        f"{counted(len(records), 'prompt')} of "
+        f"{'standard input' if file == '-' else shorten(file)}, "
         f"{counted(stats.row_rounds, 'round')} of up to "
-        f"{counted(longest, 'draft token')}\n"
+        f"{counted(longest, 'draft token')}\n\n{_table(advice)}\n\n"
+        f"from {counted(len(results), 'prompt')}: {sureness.words}"
     )
-    show(_table(advice))
-    show(f"\nfrom {counted(len(results), 'prompt')}: {sure.words}")
     if division is not None:
         if division.alone:
             show(f"\n{_division_table(division)}")
         show(f"{division.devices} devices: {division.verdict}")
-    show(f"verdict{'' if sure.sure else ' (unsure)'}: {advice.verdict}")
+    show(f"verdict{'' if sureness.sure else ' (unsure)'}: {advice.verdict}")
+
+
+def _decode(
+    decoder: SpecDecoder,
+    records: Sequence[PromptRecord],
+    params: SamplingParams,
+    encoding: Encoding,
+    *,
+    quiet: bool,
+) -> list[GenerationResult]:
+    """Decode the prompts with the draft, and show how many are done."""
+    with places_named(records):
+        prompts = [record.prompt for record in records]
+        events = decoder.stream(prompts, params, **encoding)
+    results = []
+    share = Share(len(records), params.max_tokens)
+    with Progress("prompt", len(records), quiet=quiet) as progress:
+        progress.add(0, what="decoding")
+        for event in events:
+            if event.result is not None:
+                results.append(event.result)
+            ended = event.result is not None
+            share.take(event.index, len(event.token_ids), done=ended)
+            progress.add(ended, what="decoding", share=share)
+    return results
+
+
+def _time_forwards(
+    decoder: SpecDecoder, sizes: Sequence[int], *, quiet: bool
+) -> ForwardCosts:
+    """Time the forwards of both models at each batch size."""
+    from ..spec_decode.draft_length import ForwardCosts
+
+    costs = ForwardCosts()
+    with Progress("batch size", len(sizes), quiet=quiet) as progress:
+        for size in sizes:
+            progress.add(0, what=f"timing forwards of {size}")
+            costs.add(decoder.measure_forwards(size))
+            progress.add(1, what=f"timing forwards of {size}")
+    return costs
 
 
 def _divide(
@@ -206,98 +229,6 @@ def _divide(
             progress.add(1, what=what)
     alone, divided = times
     return Division(devices, batches, alone, divided)
-
-
-@dataclass(frozen=True)
-class _Sureness:
-    """How much the verdict depends on the prompts, found by drawing them again.
-
-    Args:
-        speedup_range: 5th and 95th percentile of the speed-ups at the best setting that
-            drafts.
-        same_verdict: share of the draws that give the same verdict.
-        num_prompts: number of prompts in each draw.
-        num_rounds: number of rounds that were measured.
-    """
-
-    speedup_range: tuple[float, float]
-    same_verdict: float
-    num_prompts: int
-    num_rounds: int
-
-    @property
-    def sure(self) -> bool:
-        """Whether other prompts would hardly change the verdict."""
-        low, high = self.speedup_range
-        # With both a gain and a loss among the likely ratios, neither is known.
-        one_side = low > 1 or high < 1
-        return not self._too_few and one_side and self.same_verdict >= _SURE
-
-    @property
-    def _too_few(self) -> str:
-        """What is missing to say how sure the verdict is; empty if nothing is."""
-        if self.num_prompts < _FEW_PROMPTS:
-            return f"give {_FEW_PROMPTS} prompts or more"
-        if self.num_rounds < _FEW_ROUNDS:
-            return (
-                f"{counted(self.num_rounds, 'round')} of {_FEW_ROUNDS}: raise "
-                "--num-prompts or --max-tokens"
-            )
-        return ""
-
-    @property
-    def words(self) -> str:
-        """The same in one line."""
-        if self._too_few:
-            return f"too few to say how sure that is: {self._too_few}"
-        low, high = self.speedup_range
-        share = f"{self.same_verdict:.0%}"
-        how = "sure" if self.sure else "unsure: give more prompts"
-        return (
-            f"the best draft length gives {low:.2f} to {high:.2f} times plain decoding "
-            f"in nine of ten sets of such prompts; {share} of the sets come to this "
-            f"verdict ({how})"
-        )
-
-
-def _advice(
-    results: Sequence[GenerationResult],
-    costs: ForwardCosts,
-    sizes: Sequence[int],
-    most: int,
-) -> tuple[Advice, _Sureness]:
-    """The advice for k up to ``most``, and how much other prompts would change it."""
-    from ..tools.advice import advise as advice_of
-    from ..tools.advice import survival_of
-
-    def advice_from(rows: Sequence[GenerationResult]) -> Advice:
-        def summed(lists: Iterable[list[int]]) -> list[int]:
-            return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
-
-        survival = survival_of(
-            summed(r.num_draft_tokens_per_pos for r in rows),
-            summed(r.num_accepted_tokens_per_pos for r in rows),
-            rounds=sum(r.rounds for r in rows),
-            rows=len(rows),
-        )
-        return advice_of(survival, costs, sizes, most)
-
-    advice = advice_from(results)
-    # The best setting that drafts, even if none is worth it.
-    settings = [
-        (speedup, n, k)
-        for n, p in enumerate(advice.predictions)
-        for k, speedup in enumerate(p.speedup)
-        if k
-    ]
-    _, n, k = max(settings)
-    draw = Random(0)
-    drawn = [advice_from(draw.choices(results, k=len(results))) for _ in range(_DRAWS)]
-    speedups = sorted(each.predictions[n].speedup[k] for each in drawn)
-    low, high = speedups[_DRAWS // 20], speedups[-1 - _DRAWS // 20]
-    same = sum(each.worth_it == advice.worth_it for each in drawn) / _DRAWS
-    rounds = sum(result.rounds for result in results)
-    return advice, _Sureness((low, high), same, len(results), rounds)
 
 
 def _division_table(division: Division) -> str:

@@ -24,7 +24,7 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def announce(work: str, *, quiet: bool) -> None:
-    """Say what a command is about to do, before it loads models.
+    """Say what a command is about to do, once its models are loaded.
 
     Args:
         work: all that will be done, in a few words.

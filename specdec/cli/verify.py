@@ -17,6 +17,7 @@ from .output import (
     FAILURE,
     OutputFile,
     command_line,
+    noted_if_slow,
     places_named,
     share_text,
     show,
@@ -129,6 +130,14 @@ def verify(
     output = OutputFile("--json", json_file, file) if json_file else None
 
     show_warnings(notes=not quiet)
+    from ..backend import check_compiler
+    from ..tools.parity import certify, summary
+
+    check_compiler()
+    with noted_if_slow(f"loading {models}", quiet=quiet):
+        from ..decoder import SpecDecoder
+
+        decoder = SpecDecoder.from_pretrained(**models.arguments(config))
     prompts = counted(len(records), "prompt")
     announce(
         f"decoding {prompts} {draws} times, to compare the tokens with the target's "
@@ -137,12 +146,6 @@ def verify(
         else f"decoding {prompts} with the engine, then one by one without it",
         quiet=quiet,
     )
-    from ..backend import check_compiler
-    from ..decoder import SpecDecoder
-    from ..tools.parity import certify, summary
-
-    check_compiler()
-    decoder = SpecDecoder.from_pretrained(**models.arguments(config))
     rows = len(records) * (draws if sampled else 1)
     with places_named(records), Progress("row", rows, quiet=quiet) as progress:
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from random import Random
 
+from ..outputs import GenerationResult, RunStats
 from ..spec_decode.draft_length import ForwardCosts, tokens_per_round
+from ..utils.printable import counted
 
 # Below this predicted speed-up, the draft's prefill and noise use up the gain.
 WORTH_IT = 1.03
+# How often the prompts are resampled, to see how the verdict depends on them.
+_DRAWS = 200
+_FEW_PROMPTS, _FEW_ROUNDS = 5, 50
+# Share of the draws that must agree with a verdict for it to be called sure.
+_SURE = 0.9
 
 
 @dataclass(frozen=True)
@@ -213,3 +221,92 @@ def advise(
         )
         predictions.append(Prediction(num_rows, plain, step, once, verify, speedup))
     return Advice(full, min(len(survival), max_draft_tokens), tuple(predictions))
+
+
+@dataclass(frozen=True)
+class Sureness:
+    """How much the verdict depends on the prompts, found by drawing them again.
+
+    Args:
+        speedup_range: 5th and 95th percentile of the speed-ups at the best setting that
+            drafts.
+        same_verdict: share of the draws that give the same verdict.
+        num_prompts: number of prompts in each draw.
+        num_rounds: number of rounds that were measured.
+    """
+
+    speedup_range: tuple[float, float]
+    same_verdict: float
+    num_prompts: int
+    num_rounds: int
+
+    @property
+    def sure(self) -> bool:
+        """Whether other prompts would hardly change the verdict."""
+        low, high = self.speedup_range
+        # With both a gain and a loss among the likely ratios, neither is known.
+        one_side = low > 1 or high < 1
+        return not self._too_few and one_side and self.same_verdict >= _SURE
+
+    @property
+    def _too_few(self) -> str:
+        """What is missing to say how sure the verdict is; empty if nothing is."""
+        if self.num_prompts < _FEW_PROMPTS:
+            return f"give {_FEW_PROMPTS} prompts or more"
+        if self.num_rounds < _FEW_ROUNDS:
+            return (
+                f"{counted(self.num_rounds, 'round')} of {_FEW_ROUNDS}: raise "
+                "--num-prompts or --max-tokens"
+            )
+        return ""
+
+    @property
+    def words(self) -> str:
+        """The same in one line."""
+        if self._too_few:
+            return f"too few to say how sure that is: {self._too_few}"
+        low, high = self.speedup_range
+        share = f"{self.same_verdict:.0%}"
+        how = "sure" if self.sure else "unsure: give more prompts"
+        return (
+            f"the best draft length gives {low:.2f} to {high:.2f} times plain decoding "
+            f"in nine of ten sets of such prompts; {share} of the sets come to this "
+            f"verdict ({how})"
+        )
+
+
+def advice_of(
+    results: Sequence[GenerationResult],
+    costs: ForwardCosts,
+    sizes: Sequence[int],
+    most: int,
+) -> tuple[Advice, Sureness]:
+    """The advice for k up to ``most``, and how much other prompts would change it."""
+
+    def advice_from(rows: Sequence[GenerationResult]) -> Advice:
+        totals = RunStats()
+        for row in rows:
+            totals.take_ended(row)
+        survival = survival_of(
+            totals.num_draft_tokens_per_pos,
+            totals.num_accepted_tokens_per_pos,
+            rounds=totals.row_rounds,
+            rows=len(rows),
+        )
+        return advise(survival, costs, sizes, most)
+
+    advice = advice_from(results)
+    # The best setting that drafts, even if none is worth it.
+    _, n, k = max(
+        (speedup, n, k)
+        for n, p in enumerate(advice.predictions)
+        for k, speedup in enumerate(p.speedup)
+        if k
+    )
+    draw = Random(0)
+    drawn = [advice_from(draw.choices(results, k=len(results))) for _ in range(_DRAWS)]
+    speedups = sorted(each.predictions[n].speedup[k] for each in drawn)
+    low, high = speedups[_DRAWS // 20], speedups[-1 - _DRAWS // 20]
+    same = sum(each.worth_it == advice.worth_it for each in drawn) / _DRAWS
+    rounds = sum(result.rounds for result in results)
+    return advice, Sureness((low, high), same, len(results), rounds)

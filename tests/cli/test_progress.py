@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from click.testing import CliRunner
@@ -128,25 +129,30 @@ def test_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_takes_minutes_is_announced(
     command: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is shown before the models are loaded, or it is in the JSON."""
+    """Work is announced though the model is absent, or after it, or in the JSON."""
+    decoder = MagicMock()
 
-    def from_pretrained(*names: Any, **options: Any) -> Any:
-        raise SpecdecError("loading begins")
+    def fail(*_: Any, **__: Any) -> Any:
+        raise SpecdecError("it fails")
 
-    monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\ntwo\n")
     words = [*command.split(), "--target", "a/T", "--prompts", str(prompts)]
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", fail)
+    assert CliRunner().invoke(main, words).output == "specdec: error: it fails\n"
+    decoder.stream = fail
+    monkeypatch.setattr("specdec.tools.parity.certify", fail)
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda **_: decoder)
     result = CliRunner().invoke(main, words)
-    note, error = result.stderr.splitlines()
+    *_, note, error = result.stderr.splitlines()
     assert note.startswith(f"specdec: note: {work}")
     assert note.endswith("; on a CPU this can take minutes") == (
         defaults().name == "cpu"
     )
-    assert error == "specdec: error: loading begins"
+    assert error == "specdec: error: it fails"
     assert result.stdout == ""
     quiet = CliRunner().invoke(main, [*words, "--quiet"])
-    assert quiet.output == "specdec: error: loading begins\n"
+    assert quiet.output == "specdec: error: it fails\n"
 
 
 def test_what_an_earlier_run_has_done_took_no_time() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from specdec.outputs import GenerationResult
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards
-from specdec.tools.advice import advise, survival_of
+from specdec.tools.advice import advice_of, advise, survival_of
 from tests.spec_decode.draft_length.simulation import Costs
 
 GPU = Costs(0.01, 0.2, 0.0001)
@@ -71,3 +72,46 @@ def test_rounds_without_proposals_accepted_nothing() -> None:
     assert cut_short == pytest.approx([0.8, 0.6, 0.6])
     assert survival_of([], [], rounds=10, rows=1) == []
     assert survival_of([4, 4], [2], rounds=4, rows=1) == [0.5, 0.0]
+
+
+def result(drafted: int, accepted: int) -> GenerationResult:
+    return GenerationResult(
+        index=0, prompt="", text="", token_ids=[], finish_reason="length",
+        prompt_tokens=1, rounds=drafted, drafted=drafted, accepted=accepted,
+        num_draft_tokens_per_pos=[drafted], num_accepted_tokens_per_pos=[accepted],
+    )  # fmt: skip
+
+
+def test_how_sure_a_verdict_is() -> None:
+    """A verdict from prompts that say opposite things, given without a doubt."""
+    costs = ForwardCosts()
+    verify = {k + 1: 1e-3 * (1 + 0.05 * k) for k in range(9)}
+    costs.add(Forwards(1, verify, 0.35e-3))
+    found, sure = advice_of([result(50, 45)] * 20, costs, [1], 8)
+    assert found.worth_it
+    assert sure.same_verdict == 1
+    low, high = sure.speedup_range
+    assert low == high == max(found.predictions[0].speedup)
+    assert sure.sure
+    assert "(sure)" in sure.words
+    mixed = [result(50, 45)] * 4 + [result(50, 5)] * 4
+    found, unsure = advice_of(mixed, costs, [1], 8)
+    low, high = unsure.speedup_range
+    assert low < found.predictions[0].speedup[found.predictions[0].best] < high
+    assert 0 < unsure.same_verdict < 0.9
+    assert not unsure.sure
+    assert "(unsure: give more prompts)" in unsure.words
+    found, against = advice_of([result(50, 5), result(50, 9)] * 6, costs, [1], 8)
+    assert not found.worth_it
+    assert against.speedup_range[1] < 1, "that of drafting, not of leaving it out"
+    # A verdict on which all sets agree, from too few rounds.
+    found, few = advice_of([result(4, 3)] * 10, costs, [1], 8)
+    assert found.worth_it
+    assert few.same_verdict == 1
+    assert not few.sure
+    assert "too few to say how sure that is: 40 rounds of 50" in few.words
+    # Nine of ten sets agree that it hardly pays; some would lose by it.
+    around = replace(unsure, speedup_range=(0.96, 1.1), same_verdict=0.95)
+    assert not around.sure
+    assert "(unsure: give more prompts)" in around.words
+    assert replace(around, speedup_range=(1.01, 1.1)).sure

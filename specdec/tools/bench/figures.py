@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from ...request import acceptance_length, acceptance_rate
@@ -159,27 +159,17 @@ class CellFigures:
         ]
 
     @property
-    def rounds(self) -> list[RoundTimes]:
-        """Times of rounds by k and joins, as medians over the passes that count."""
+    def round_ms(self) -> float | None:
+        """Median time of rounds of the commonest k, away from joins if possible."""
         groups: dict[tuple[int, int], list[RoundTimes]] = defaultdict(list)
         for each in (each for p in self.counted for each in p.rounds):
             groups[each.k, each.near_join].append(each)
-
-        def merged(all_: list[RoundTimes]) -> RoundTimes:
-            names = ("p10", "p50", "p90", "mean")
-            times = {n: statistics.median(getattr(r, n) for r in all_) for n in names}
-            number, drafted = sum(r.number for r in all_), None
-            if all(r.drafted is not None for r in all_):
-                drafted = sum(r.drafted or 0 for r in all_)
-            return replace(all_[0], number=number, drafted=drafted, **times)
-
-        return [merged(each) for _, each in sorted(groups.items())]
-
-    @property
-    def round_ms(self) -> float | None:
-        """Median time of rounds of the commonest k, away from joins if possible."""
-        best = max(self.rounds, key=lambda r: (not r.near_join, r.number), default=None)
-        return None if best is None else best.p50
+        best = max(
+            groups.values(),
+            key=lambda g: (not g[0].near_join, sum(r.number for r in g)),
+            default=None,
+        )
+        return None if best is None else statistics.median(r.p50 for r in best)
 
     @property
     def peak_bytes(self) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any
 
 from ...prompts import Prompt
 from ...request import acceptance_length, acceptance_rate
@@ -66,19 +65,13 @@ class RoundTimes:
 
     Args:
         number: number of rounds.
-        drafted: how many of these drafted at least one token. An n-gram draft without
-            a match drafts none, but the round takes as long as one that drafts.
-            ``None``: not recorded.
+        p50: their median.
     """
 
     k: int
     near_join: int
     number: int
-    p10: float
     p50: float
-    p90: float
-    mean: float
-    drafted: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +204,6 @@ class _Round:
     k: int
     milliseconds: float
     joined: bool
-    drafted: bool
 
 
 class Rounds:
@@ -241,36 +233,26 @@ class Rounds:
         """Note that a row joins others, in the round that ends next."""
         self._joins = True
 
-    def end(self, k: int, *, drafted: bool) -> None:
-        """Note that a round of k has ended.
-
-        Args:
-            drafted: whether it drafted at least one token.
-        """
+    def end(self, k: int) -> None:
+        """Note that a round of k has ended."""
         now = self._now()
         if self._last is not None:
-            each = _Round(k, (now - self._last) * 1e3, self._joins, drafted)
-            self._runs[-1].append(each)
+            self._runs[-1].append(_Round(k, (now - self._last) * 1e3, self._joins))
         self._last, self._joins = now, False
 
     def times(self) -> list[RoundTimes]:
         """Times of the rounds so far, by k and by whether a join was near."""
-        groups: dict[tuple[int, bool], list[_Round]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[float]] = defaultdict(list)
         for run in self._runs:
             for i, each in enumerate(run):
                 near = any(other.joined for other in run[max(i - 1, 0) : i + 2])
-                groups[each.k, near].append(each)
-        records = []
-        for (k, near), rounds in sorted(groups.items()):
-            ms = [each.milliseconds for each in rounds]
-            shown: dict[str, Any] = {
-                f"p{p}": round(percentile(ms, p), 3) for p in (10, 50, 90)
-            }
-            shown["mean"] = round(sum(ms) / len(ms), 3)
-            what = {"k": k, "near_join": int(near), "number": len(ms)}
-            what["drafted"] = sum(each.drafted for each in rounds)
-            records.append(RoundTimes(**what, **shown))
-        return records
+                groups[each.k, int(near)].append(each.milliseconds)
+        return [
+            RoundTimes(
+                k=k, near_join=near, number=len(ms), p50=round(percentile(ms, 50), 3)
+            )
+            for (k, near), ms in sorted(groups.items())
+        ]
 
 
 def untraced(record: JobRecord) -> JobRecord:

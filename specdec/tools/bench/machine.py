@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ... import backend
 from ...utils.blas import usable_cores
 
@@ -35,18 +33,12 @@ def _cpu_name() -> str:
 def machine() -> dict[str, Any]:
     """The machine, and the versions of the software on it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    described: dict[str, Any] = {
+    return {
         **backend.describe(),
-        "transformers": _version("transformers"),
         "cpu": _cpu_name(),
         "cores": usable_cores(),
         "memory_gib": round(memory / 2**30, 1),
     }
-    if backend.defaults().name != "cpu":
-        size = mx.device_info().get("memory_size")
-        if size:
-            described["device_memory_gib"] = round(int(size) / 2**30, 1)
-    return described
 
 
 def load_average() -> float | None:
@@ -66,15 +58,6 @@ def origin(command: str) -> dict[str, Any]:
         "machine": machine(),
         "load_average": load_average(),
     }
-
-
-def _version(name: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def commit() -> str:

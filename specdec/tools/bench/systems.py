@@ -112,8 +112,7 @@ class _Watch(RoundObserver):
             if row.rounds > rounds:
                 drafted.append((row.drafted - before, row.accepted - accepted))
         if drafted:
-            drafts = any(number for number, _ in drafted)
-            self._rounds.end(num_draft_tokens, drafted=drafts)
+            self._rounds.end(num_draft_tokens)
             if num_draft_tokens:
                 self._rounds.traced.append((num_draft_tokens, drafted))
         elif self._running:
@@ -186,7 +185,7 @@ def mlx_lm_step(
             if not done.tokens:
                 job.rounds.begin()
             elif begins:
-                job.rounds.end(k, drafted=k > 0)
+                job.rounds.end(k)
             # All tokens of a round exist when its first one is yielded.
             if begins and draft is not None:
                 done.rounds += 1
@@ -233,7 +232,7 @@ def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
             else:
                 if new:
                     job.rounds.join()
-                job.rounds.end(0, drafted=False)
+                job.rounds.end(0)
             for response in responses:
                 i = index[response.uid]
                 if response.finish_reason != "stop":

@@ -203,22 +203,19 @@ def test_latencies_by_hand() -> None:
     assert f.rates == {1: 8.8}
 
 
-def test_rounds_are_merged_over_passes() -> None:
-    def times(
-        number: int, ms: float, near: int = 0, drafted: int | None = 4
-    ) -> RoundTimes:
-        each = dict.fromkeys(("p10", "p50", "p90", "mean"), ms)
-        return RoundTimes(k=2, near_join=near, number=number, drafted=drafted, **each)
+def test_the_time_of_rounds_is_that_of_quiet_ones_in_passes_that_count() -> None:
+    """Rounds near a join, or of the first pass, in the time of a round."""
+
+    def times(number: int, ms: float, near: int = 0, k: int = 2) -> RoundTimes:
+        return RoundTimes(k=k, near_join=near, number=number, p50=ms)
 
     cell = Cell(system="specdec")
     prompts = PromptsRecord(digest="", found=1, tokens=[1], categories=[None])
     passes = {
-        n: job(1, rounds=[times(5, ms), times(9, 90.0, 1, n if n > 1 else None)])
+        n: job(1, rounds=[times(5, ms), times(4, 1.0, k=1), times(9, 90.0, 1)])
         for n, ms in ((0, 50.0), (1, 10.0), (2, 20.0))
     }
     f = CellFigures(Results({}, prompts, passes={cell: passes}), cell)
-    # Results of earlier versions do not say how many rounds drafted.
-    assert f.rounds == [times(10, 15.0, 0, 8), times(18, 90.0, 1, None)]
     assert f.round_ms == 15.0
 
 

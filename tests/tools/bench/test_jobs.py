@@ -92,14 +92,12 @@ def test_a_round_is_near_a_join_on_either_side() -> None:
     for i in range(7):
         if i == 3:
             rounds.join()
-        rounds.end(k=2, drafted=i > 1)
+        rounds.end(k=2)
     rounds.begin()  # nothing ran meanwhile
-    rounds.end(k=2, drafted=False)
+    rounds.end(k=2)
     found = {(r.k, r.near_join): r.number for r in rounds.times()}
     assert found == {(2, 1): 3, (2, 0): 5}
-    assert {r.near_join: r.drafted for r in rounds.times()} == {1: 3, 0: 2}
-    tick = round(1e3 / 1024, 3)
-    assert {(r.p10, r.p90, r.mean) for r in rounds.times()} == {(tick, tick, tick)}
+    assert {r.p50 for r in rounds.times()} == {round(1e3 / 1024, 3)}
 
 
 def test_a_prefix_cache_is_warm_when_it_counts(tiny: Tiny, tmp_path: Path) -> None:
@@ -132,11 +130,9 @@ def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:
             if f.cell.draft == draft and f.cell.num_draft_tokens == 2
         )
         assert one == two
-    # Rounds in which no n-gram matched, reported as rounds that drafted.
+    # An n-gram draft without a match drafts nothing in a round.
     for f in figures.drafted:
-        rounds = [r for r in f.first.rounds if r.k]
         drafted = [any(d for d, _ in rows) for _, rows in f.first.traced]
-        assert sum(r.number for r in rounds) == len(drafted)
-        assert sum(r.drafted or 0 for r in rounds) == sum(drafted)
+        assert sum(r.number for r in f.first.rounds if r.k) == len(drafted)
         if f.cell.num_draft_tokens == 2:
             assert all(drafted) == (f.cell.draft == "layers:0")
