@@ -18,6 +18,8 @@ from .output import FAILURE, note, share_text, show
 
 if TYPE_CHECKING:
     from ..memory.estimate import Change
+    from ..model_names import DraftSpec
+    from ..models.model_outline import ModelOutline
 
 # Options that a run does not have.
 ABOUT_ESTIMATES = {"context", "temp", "device", "memory", "as_json"}
@@ -117,16 +119,15 @@ def estimate(
       specdec estimate --target config.json --context 128k --memory-limit 24GB
       specdec estimate --target MODEL --device metal --memory 64GB
     """  # noqa: D301 - click's mark for lines to keep
-    spec, loading = models.spec, models.loading
     from .. import backend
 
     here = backend.defaults()
     there = here if device is None else backend.defaults(device)
-    if memory_limit is None and memory is not None:
-        memory_limit = (
-            int(memory * metal_share(memory)) if there.name == "metal" else memory
-        )
-    if memory_limit is None and there is not here:
+    limit = memory_limit
+    if limit is None and memory is not None:
+        share = metal_share(memory) if there.name == "metal" else 1
+        limit = int(memory * share)
+    if limit is None and there is not here:
         raise click.UsageError(
             f"this machine's device is {here.name}: give the other one's --memory"
         )
@@ -134,57 +135,18 @@ def estimate(
     from ..memory.estimate import Estimate
     from ..memory.planning import plan_memory
     from ..memory.sampling_memory import FILTERED, GREEDY
-    from ..model_names import target_name
     from ..models import context_length
-    from ..models.model_outline import check_tokenizers, outline, outline_draft
     from ..spec_decode.factory import ngram_of
 
-    of_target = {k: v for k, v in loading.items() if k != "draft_adapter_path"}
-    if spec is not None and spec.automatic:
-        from ..engine.auto_draft import choose
-
-        choice = choose(target_name(models.target), config, **of_target)
-        note(str(choice))
-        spec = choice.spec
-    target_outline = outline(target_name(models.target), **of_target)
-    own_context = context_length(target_outline.config)
-    if own_context is not None and context is not None and context > own_context:
-        # A run refuses longer prompts and ends rows there: such rows never exist.
-        raise click.BadParameter(
-            f"{context} is longer than the target's context of {own_context} tokens: "
-            f"give {own_context} or fewer",
-            param_hint="'--context'",
-        )
-    assumed = [] if device else [f"--device {here.name}, as here"]
-    if not options.is_given("batch_size"):
-        assumed.append(f"--batch {config.batch_size}, as in specdec run")
-    if memory_limit is not None and memory is not None and memory_limit < memory:
-        shares = f"{format_size(memory_limit)} of {format_size(memory)}"
-        assumed.append(f"the GPU may hold {shares}")
-    if context is None:
-        context = min(DEFAULT_CONTEXT, own_context or DEFAULT_CONTEXT)
-        assumed.append(f"--context {context}, prompt and output together")
-    if spec is not None and "draft_adapter_path" in loading:
-        spec = spec.with_adapter(loading["draft_adapter_path"])
-    draft_outline = vocabulary = None
-    if spec is not None and spec.model is not None:
-        draft_outline = outline_draft(
-            spec.model,
-            target_outline,
-            dtype=loading["dtype"],
-            trust_remote_code=loading["trust_remote_code"],
-        )
-        vocabulary = check_tokenizers(
-            target_outline,
-            draft_outline,
-            trust_remote_code=loading["trust_remote_code"],
-        )
+    target, draft, spec, share_of_draft = _outlines(models, config)
+    longest = context_length(target.config)
+    rows = _context(context, longest)
     ngram = None if spec is None else ngram_of(spec)
 
     def plan_with(bits: int | None, step: int) -> MemoryPlan:
         return plan_memory(
-            target_outline,
-            draft_outline,
+            target,
+            draft,
             replace(config, kv_bits=bits, prefill_step_size=step),
             there,
             drafts=spec is not None,
@@ -200,22 +162,77 @@ def estimate(
     result = Estimate(
         plan=plan_with(config.kv_bits, config.prefill_step_size),
         kv_bits=config.kv_bits,
-        context=context,
+        context=rows,
         batch=config.batch_size,
-        limit=backend.memory_size() if memory_limit is None else memory_limit,
+        limit=backend.memory_size() if limit is None else limit,
         plan_with=plan_if_supported,
         command=command_of_run,
         choosing=FILTERED if temp > 0 else GREEDY,
-        context_length=own_context,
+        context_length=longest,
     )
     show(json_text(result.as_dict(), indent=2) if as_json else result.table())
-    if assumed:
-        note(f"assumed: {'; '.join(assumed)}")
+    assumed = {
+        f"--device {here.name}, as here": device is None,
+        f"--batch {config.batch_size}, as in specdec run": not options.is_given(
+            "batch_size"
+        ),
+        f"--context {rows}, prompt and output together": context is None,
+    }
+    if memory is not None and limit is not None and limit < memory:
+        shares = f"{format_size(limit)} of {format_size(memory)}"
+        assumed[f"the GPU may hold {shares}"] = True
+    if any(assumed.values()):
+        note(f"assumed: {'; '.join(text for text, holds in assumed.items() if holds)}")
     k, asked = result.plan.num_draft_tokens, config.num_draft_tokens
     if spec is not None and asked not in ("auto", k):
         note(f"the draft proposes up to {k} tokens in a round, not {asked}")
-    if vocabulary is not None:
-        shared = share_text(vocabulary.share)
-        note(f"the draft has another vocabulary{shared}")
+    if share_of_draft is not None:
+        note(f"the draft has another vocabulary{share_text(share_of_draft)}")
     if result.fits is False:
         sys.exit(FAILURE)
+
+
+def _outlines(
+    models: options.Models, config: EngineConfig
+) -> tuple[ModelOutline, ModelOutline | None, DraftSpec | None, float | None]:
+    """The target, the draft model and its name, and the share of a vocabulary.
+
+    Models have no weights. The share is that of the target's tokens, if the draft has
+    another vocabulary.
+    """
+    from ..model_names import target_name
+    from ..models.model_outline import check_tokenizers, outline, outline_draft
+
+    spec, loading = models.spec, models.loading
+    of_target = {k: v for k, v in loading.items() if k != "draft_adapter_path"}
+    if spec is not None and spec.automatic:
+        from ..engine.auto_draft import choose
+
+        choice = choose(target_name(models.target), config, **of_target)
+        note(str(choice))
+        spec = choice.spec
+    target = outline(target_name(models.target), **of_target)
+    if spec is not None and "draft_adapter_path" in loading:
+        spec = spec.with_adapter(loading["draft_adapter_path"])
+    if spec is None or spec.model is None:
+        return target, None, spec, None
+    trusted = {"trust_remote_code": loading["trust_remote_code"]}
+    draft = outline_draft(spec.model, target, dtype=loading["dtype"], **trusted)
+    vocabulary = check_tokenizers(target, draft, **trusted)
+    return target, draft, spec, None if vocabulary is None else vocabulary.share
+
+
+def _context(asked: int | None, longest: int | None) -> int:
+    """Tokens of a row, which the target's context holds.
+
+    A run refuses longer prompts and ends rows there: such rows never exist.
+    """
+    if asked is None:
+        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
+    if longest is not None and asked > longest:
+        raise click.BadParameter(
+            f"{asked} is longer than the target's context of {longest} tokens: "
+            f"give {longest} or fewer",
+            param_hint="'--context'",
+        )
+    return asked
