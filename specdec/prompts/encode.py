@@ -209,22 +209,15 @@ def encode(
         "a configuration of the chat template": chat_template_config,
         "a prefilled response": prefill_response,
     }
-    for what, value in of_template.items():
-        if value is not None and not has_template:
-            raise PromptError(
-                f"{what} needs a chat template: leave it out"
-                + (", or do not ignore the template" if ignore_chat_template else "")
-            )
-    for what, text in (
-        ("system prompt", system_prompt),
-        ("prefilled response", prefill_response),
-    ):
-        try:
-            _check_unicode(text or "")
-        except PromptError as error:
-            raise PromptError(f"the {what}: {error}") from error
+    present = [what for what, value in of_template.items() if value is not None]
+    if present and not has_template:
+        raise PromptError(
+            f"{present[0]} needs a chat template: leave it out"
+            + (", or do not ignore the template" if ignore_chat_template else "")
+        )
+    _check_option("system prompt", system_prompt)
+    _check_option("prefilled response", prefill_response)
     _check_template_config(chat_template_config)
-
     pictures: list[Image] = []
 
     def render(messages: list[Mapping[str, Any]]) -> EncodedPrompt:
@@ -261,21 +254,19 @@ def encode(
     if not prompt:
         raise PromptError("it is empty")
     if not isinstance(prompt[0], Mapping):
-        for what, value in of_template.items():
-            if value is not None:
-                raise PromptError(f"{what} cannot be added to token ids: leave it out")
+        if present:
+            raise PromptError(
+                f"{present[0]} cannot be added to token ids: leave it out"
+            )
         limit.check_count(len(prompt))
         token_ids = _check_token_ids(prompt, len(tokenizer))
         text = _tried(lambda: str(tokenizer.decode(list(token_ids))))
         return EncodedPrompt(text, token_ids)
     if not has_template:
+        why = "it is ignored" if ignore_chat_template else "this tokenizer has none"
         raise PromptError(
-            "chat messages need a chat template, and "
-            + (
-                "it is ignored: give the prompt as a string"
-                if ignore_chat_template
-                else "this tokenizer has none: give the prompt as a string"
-            )
+            f"chat messages need a chat template, and {why}: give the prompt as a "
+            "string"
         )
     return render(check_messages(prompt, limit, pictures))
 
@@ -366,6 +357,13 @@ def _check_unicode(text: str) -> None:
         raise PromptError(
             f"character {error.start} is half of a surrogate pair, not Unicode text"
         ) from error
+
+
+def _check_option(what: str, text: str | None) -> None:
+    try:
+        _check_unicode(text or "")
+    except PromptError as error:
+        raise PromptError(f"the {what}: {error}") from error
 
 
 def _encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
