@@ -203,7 +203,7 @@ class OutputFile:
         """Write a value as JSON."""
         try:
             if self._file is None:
-                self._file = self._begun()
+                self._file = self._started()
             self._file.write(json_text(value, indent=indent) + "\n")
             self._file.flush()
         except OSError as error:
@@ -212,7 +212,7 @@ class OutputFile:
                     self._file.close()  # its buffer would fail again later
             raise cannot_write(f"{self._option} {self._path}", error) from error
 
-    def _begun(self) -> TextIO:
+    def _started(self) -> TextIO:
         """A regular file, with the content that it keeps."""
         if self._prepare is not None:
             self._prepare()

@@ -15,12 +15,12 @@ class ThinkingMarks:
 
     Args:
         start, end: the tokens of the two markers.
-        begun: the answer begins within a thought.
+        thinks: the answer begins within a thought.
     """
 
     start: tuple[int, ...]
     end: tuple[int, ...]
-    begun: bool
+    thinks: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ThinkingBudget:
     ):
         self.num_words = num_words if inner is None else inner.num_words
         self._marks, self._budget, self._inner = marks, budget, inner
-        self._place = self._now = _Place(marks.begun)
+        self._place = self._now = _Place(marks.thinks)
         self._num_committed = 0
 
     def commit(self, tokens: Sequence[int]) -> None:

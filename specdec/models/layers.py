@@ -49,7 +49,12 @@ def has_text_model(model: nn.Module) -> bool:
 
 def arrays_of(model: nn.Module) -> list[tuple[str, mx.array]]:
     """A model's arrays and their paths."""
-    leaves: Any = tree_flatten(model.parameters())
+    return leaves_of(model.parameters())
+
+
+def leaves_of(tree: Any) -> list[tuple[str, mx.array]]:
+    """The arrays of a tree and their paths."""
+    leaves: Any = tree_flatten(tree)
     return list(leaves)
 
 

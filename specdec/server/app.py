@@ -23,7 +23,7 @@ from ..utils.printable import printable
 from . import chat, completions, messages, responses
 from .config import ServerConfig
 from .errors import RequestError, request_error
-from .job import Begun, Client, Event
+from .job import Client, Event, Started
 from .rendering import Rendering
 from .schema import Notes
 from .service import Prepared, Service
@@ -294,7 +294,7 @@ class _Answer(Response):
             scope["state"]["refused"] = answer
             if answer.status >= 500:
                 log.error("a request failed: %s", error)
-            if sent.begun:
+            if sent.started:
                 await sent.more(rendering.failed(answer), last=True)
             else:
                 await error_response(answer, self._path)(scope, receive, send)
@@ -317,8 +317,8 @@ class _Answer(Response):
             else:
                 rendering.take(event)
                 held += b"".join(rendering.stream(event))
-            if not isinstance(event, Begun):
-                if not sent.begun:
+            if not isinstance(event, Started):
+                if not sent.started:
                     notes = _headers(rendering.notes).items()
                     more = [(name.encode(), value.encode()) for name, value in notes]
                     await sent.begin(200, [*_EVENTS, *more])

@@ -23,7 +23,7 @@ from .conversation import (
     variables,
 )
 from .errors import RequestError
-from .job import Begun, Call, Event, Message, Outcome, Piece, Tokens, Tools
+from .job import Call, Event, Message, Outcome, Piece, Started, Tokens, Tools
 from .rendering import CompletionRendering
 from .sampling import OpenAISampling, stops
 from .schema import Notes, Refused, read
@@ -248,7 +248,7 @@ class ChatRendering(CompletionRendering):
     def stream(self, event: Event) -> Iterator[bytes]:
         delta: dict[str, Any] = {}
         logprobs: dict[str, Any] | None = None
-        if isinstance(event, Begun):
+        if isinstance(event, Started):
             delta = {"role": "assistant", "content": ""}
         elif isinstance(event, Piece):
             delta = {"content": event.text}

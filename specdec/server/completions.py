@@ -11,7 +11,7 @@ from pydantic import Field
 from ..request import TokenLogprobs
 from .conversation import token_text, with_own
 from .errors import RequestError
-from .job import Begun, Client, Event, Job, Outcome, Piece, Text
+from .job import Client, Event, Job, Outcome, Piece, Started, Text
 from .rendering import CompletionRendering
 from .sampling import OpenAISampling, grammar_of, sampling, stops
 from .schema import Notes
@@ -128,7 +128,7 @@ class TextRendering(CompletionRendering):
         tokens: _Entries = [*outcome.tokens]
         result = outcome.end.result
         if self.request.echo:
-            text = outcome.begun.prompt + text
+            text = outcome.start.prompt + text
             tokens = scored + tokens
             if result.stop_token is not None and result.stop_logprob is not None:
                 # Evaluations count on an entry for every token that was generated.
@@ -186,7 +186,7 @@ class TextRendering(CompletionRendering):
 
     def stream(self, event: Event) -> Iterator[bytes]:
         text, logprobs = "", None
-        if isinstance(event, Begun):
+        if isinstance(event, Started):
             if not self.request.echo:
                 return
             text = event.prompt

@@ -38,13 +38,13 @@ class Encoded:
 
     Args:
         thinks: whether the answer begins with reasoning.
-        begun: the beginning of the answer, with which the prompt ends.
+        opening: the beginning of the answer, with which the prompt ends.
         stop_token_ids: further tokens that end the answer.
     """
 
     prompt: EncodedPrompt
     thinks: bool = False
-    begun: str = ""
+    opening: str = ""
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -85,12 +85,12 @@ def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
     thinks = prompt.thinks
     if not tools.forced and not (thinks and chat.formatted):
         return Encoded(prompt, thinks)
-    begun = beginning(calls, tools.name) if tools.forced else ""
-    written = f"{tokenizer.think_end}\n\n{begun}" if thinks else begun
+    opening = beginning(calls, tools.name) if tools.forced else ""
+    written = f"{tokenizer.think_end}\n\n{opening}" if thinks else opening
     more = tokenizer.encode(written, add_special_tokens=False)
     text, token_ids = prompt.text + written, (*prompt.token_ids, *more)
     prompt = replace(prompt, text=text, token_ids=token_ids, thinks=False)
-    return Encoded(prompt, begun=begun)
+    return Encoded(prompt, opening=opening)
 
 
 def beginning(calls: CallFormat | None, name: str | None) -> str:

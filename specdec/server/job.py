@@ -1,8 +1,8 @@
 """A job and the events that answer it, the same for all protocols.
 
 A protocol makes a :class:`Job` from a body. The service answers it with events. Each
-choice's events come in the order Begun, Piece and Call, End; those of different choices
-mix.
+choice's events come in the order Started, Piece and Call, End; those of different
+choices mix.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Begun:
+class Started:
     """A choice waits for its first token.
 
     Args:
@@ -187,14 +187,14 @@ class End:
     reasoning_tokens: int = 0
 
 
-Event: TypeAlias = Begun | Piece | Call | End
+Event: TypeAlias = Started | Piece | Call | End
 
 
 @dataclass
 class Outcome:
     """What a choice has produced so far."""
 
-    begun: Begun
+    start: Started
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -238,10 +238,10 @@ class Usage:
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Usage:
         """The sum over choices; a prompt of several choices counts once."""
-        counted = [o for o in outcomes if o.begun.counts]
+        counted = [o for o in outcomes if o.start.counts]
         results = [o.ended.result for o in outcomes if o.ended]
         return cls(
-            prompt=sum(o.begun.prompt_tokens for o in counted),
+            prompt=sum(o.start.prompt_tokens for o in counted),
             cached=sum(o.ended.result.prefix_tokens for o in counted if o.ended),
             generated=sum(o.num_tokens for o in outcomes),
             reasoning=sum(o.ended.reasoning_tokens for o in outcomes if o.ended),

@@ -23,7 +23,6 @@ from .conversation import (
 )
 from .errors import RequestError
 from .job import (
-    Begun,
     Call,
     Chat,
     End,
@@ -31,6 +30,7 @@ from .job import (
     Message,
     Outcome,
     Piece,
+    Started,
     Tools,
 )
 from .rendering import Rendering, sse
@@ -406,7 +406,7 @@ class MessageRendering(Rendering):
         return self._message(content, outcome.end)
 
     def stream(self, event: Event) -> Iterator[bytes]:
-        if isinstance(event, Begun):
+        if isinstance(event, Started):
             message = self._message([], None)
             start = {"type": "message_start", "message": message}
             yield sse(start, "message_start")

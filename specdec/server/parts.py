@@ -64,8 +64,8 @@ class Parts:
             self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._blank = True  # no text since the beginning or the last call
         self._fresh = encoded.thinks  # nothing was shown since the last marker
-        if encoded.begun:
-            list(self.feed(encoded.begun))
+        if encoded.opening:
+            list(self.feed(encoded.opening))
 
     def feed(self, text: str) -> Iterator[Piece | Call]:
         """The parts that ``text`` adds."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from .errors import RequestError
-from .job import Begun, Client, End, Event, Job, Outcome, Piece, Usage
+from .job import Client, End, Event, Job, Outcome, Piece, Started, Usage
 from .sampling import OpenAISampling, Sampling, chat_job
 from .schema import Notes, read
 from .service import Service
@@ -96,7 +96,7 @@ class Rendering(ABC):
 
     def take(self, event: Event) -> None:
         """Add an event to the answer."""
-        if isinstance(event, Begun):
+        if isinstance(event, Started):
             self.outcomes.append(Outcome(event))
         else:
             self.outcomes[event.choice].take(event)
@@ -166,25 +166,25 @@ class CompletionRendering(Rendering):
                 "index": i,
                 **self.choice(i, outcome),
                 **_ending(outcome.end),
-                **self._ids(outcome.begun, outcome.end.result.token_ids),
+                **self._ids(outcome.start, outcome.end.result.token_ids),
             }
             for i, outcome in enumerate(self.outcomes)
         ]
         body = {**self._head, "object": self.names[0], "choices": choices}
         return {**body, "usage": self._tokens()}
 
-    def _ids(self, begun: Begun | None, tokens: Sequence[int]) -> dict[str, Any]:
+    def _ids(self, start: Started | None, tokens: Sequence[int]) -> dict[str, Any]:
         """Token ids, if they were asked for."""
         if not self.request.return_token_ids:
             return {}
-        prompt = {} if begun is None else {"prompt_token_ids": begun.prompt_token_ids}
+        prompt = {} if start is None else {"prompt_token_ids": start.prompt_token_ids}
         return {**prompt, "token_ids": list(tokens)}
 
     def chunk(self, event: Event, **fields: Any) -> bytes:
         """A part of a choice; the last part says how the choice ended."""
         ending = _ending(event) if isinstance(event, End) else {"finish_reason": None}
         tokens = event.token_ids if isinstance(event, Piece) else ()
-        ids = self._ids(event if isinstance(event, Begun) else None, tokens)
+        ids = self._ids(event if isinstance(event, Started) else None, tokens)
         choices = [{"index": event.choice, **fields, **ending, **ids}]
         body = {**self._head, "object": self.names[1], "choices": choices}
         options = self.usage_options

@@ -26,7 +26,7 @@ from .conversation import (
     variables,
 )
 from .errors import RequestError
-from .job import Begun, Call, End, Event, Message, Piece, Tokens, Tools
+from .job import Call, End, Event, Message, Piece, Started, Tokens, Tools
 from .rendering import Rendering, sse
 from .sampling import OpenAISampling
 from .schema import Notes, Record, Refused, read
@@ -428,7 +428,7 @@ class ResponseRendering(Rendering):
                 pass
 
     def stream(self, event: Event) -> Iterator[bytes]:
-        if isinstance(event, Begun):
+        if isinstance(event, Started):
             body = {"response": self._response("in_progress")}
             yield self._event("response.created", body)
             yield self._event("response.in_progress", body)

@@ -242,7 +242,7 @@ class _Forwarded(Response):
                 tried.append(replica)
             except httpx.TransportError:
                 broken, tried = broken + 1, [*tried, replica]
-                if sent.begun or broken == _ATTEMPTS:
+                if sent.started or broken == _ATTEMPTS:
                     break
                 router.again += 1
         router.lost += 1
@@ -251,7 +251,7 @@ class _Forwarded(Response):
             status=502,
             code="replica_lost",
         )
-        if sent.begun:
+        if sent.started:
             await sent.fail(lost, path)
         else:
             await error_response(lost, path)(scope, receive, send)
@@ -318,7 +318,7 @@ class _Passed(Sent):
     async def events(self, status: int, headers: Headers, data: bytes) -> None:
         whole, end, self._part = (self._part + data).rpartition(b"\n\n")
         if end:
-            if not self.begun:
+            if not self.started:
                 await self.begin(status, headers)
             self._count += whole.count(b"data: ")
             await self.more(whole + end)

@@ -23,7 +23,7 @@ from ..utils.output_text import stop_texts
 from .config import DEFAULT_NAME, ServerConfig
 from .encoding import Encoded, encode_source
 from .errors import RequestError, request_error
-from .job import Begun, Chat, End, EndReason, Event, Job, Piece, Text, Tokens, Tools
+from .job import Chat, End, EndReason, Event, Job, Piece, Started, Text, Tokens, Tools
 from .metrics import Metrics
 from .parts import Parts
 from .schema import Notes
@@ -268,7 +268,7 @@ class Service:
             text, tokens = encoded.prompt.text, len(encoded.prompt.token_ids)
             counts = i % prepared.job.n == 0
             ids = encoded.prompt.token_ids if prepared.job.token_ids else ()
-            yield Begun(i, text, tokens, counts, ids)
+            yield Started(i, text, tokens, counts, ids)
         inbox: _Inbox = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._decode(prepared, i, inbox))

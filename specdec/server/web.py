@@ -166,9 +166,9 @@ class _Guard:
                 )
 
     async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, begun: Callable[[], bool]
+        self, scope: Scope, receive: Receive, send: Send, started: Callable[[], bool]
     ) -> None:
-        """Call the application, or say why not; ``begun``: the answer has begun."""
+        """Call the application, or say why not; ``started``: the answer has begun."""
         failure = None
         is_open = scope["path"] in _OPEN
         if self._keys and not is_open and _key_of(scope, self._keys) is None:
@@ -192,7 +192,7 @@ class _Guard:
             except ClientDisconnect:
                 return
             except Exception as error:
-                if begun():
+                if started():
                     raise  # the connection is closed
                 path, reason = scope["path"], reason_of(error)
                 log.error("%s %s failed: %s", scope["method"], path, reason)
@@ -408,11 +408,11 @@ class Sent:
 
     def __init__(self, send: Send):
         self._send = send
-        self.begun = False
+        self.started = False
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send status and headers."""
-        self.begun = True
+        self.started = True
         start = {"type": "http.response.start", "status": status, "headers": headers}
         await self._send(start)
 

@@ -79,7 +79,7 @@ def test_sampling_does_not_depend_on_the_draft(decoders: list[SpecDecoder]) -> N
 
 def test_markers_of_several_tokens() -> None:
     """A marker that is written is not finished, or a later thought does not end."""
-    marks = ThinkingMarks((7, 8), (1, 1, 2), begun=False)
+    marks = ThinkingMarks((7, 8), (1, 1, 2), thinks=False)
 
     def state(tokens: list[int], ahead: list[int], budget: int = 3) -> list[int]:
         made = ThinkingBudget(marks, budget, 2)

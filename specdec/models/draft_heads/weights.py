@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ...cache import CacheOptions, make_batch_caches
 from ...errors import ModelError
+from ..layers import arrays_of
 from .head import DraftHead
 
 # Packings without biases, by group size and bits. With biases, a packing is affine.
@@ -29,8 +29,7 @@ def fill(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
     nn.quantize(
         head, class_predicate=lambda path, layer: _packing(path, layer, weights)
     )
-    parameters: Any = head.parameters()
-    wanted: dict[str, mx.array] = dict(tree_flatten(parameters))
+    wanted = dict(arrays_of(head))
     problems = [f"{name} is missing" for name in wanted.keys() - weights.keys()]
     problems += [f"{name} is not known" for name in weights.keys() - wanted.keys()]
     for name in wanted.keys() & weights.keys():

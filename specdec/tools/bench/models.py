@@ -12,10 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from ...errors import ConfigError
 from ...models import LoadedModel, load, load_draft
+from ...models.layers import arrays_of
 from ...models.loading import fit
 from ...utils.printable import quoted, shorten
 
@@ -107,8 +108,7 @@ def random_model(
         for path, module in modules
         if hasattr(module, "bits")
     }
-    parameters: Any = tree_flatten(model.parameters())
-    for name, array in parameters:
+    for name, array in arrays_of(model):
         # The layers' own arrays are lazy and are never computed, since they are
         # replaced. Weights are uniform: the tails of normal ones overflow in half
         # precision.

@@ -40,13 +40,13 @@ class EncodedSet:
     Args:
         token_ids: token ids of each prompt.
         categories: category of each prompt; ``None`` for a prompt without one.
-        found: number of prompts that the sources have.
+        available: number of prompts that the sources have.
         prompts: the prompts as they were read.
     """
 
     token_ids: list[list[int]]
     categories: list[str | None]
-    found: int
+    available: int
     prompts: list[Prompt]
 
     @property

@@ -222,7 +222,7 @@ def run_recipe(
 def _described(prompts: EncodedSet) -> PromptsRecord:
     return PromptsRecord(
         digest=prompts.digest,
-        found=prompts.found,
+        found=prompts.available,
         tokens=[len(ids) for ids in prompts.token_ids],
         categories=prompts.categories,
     )

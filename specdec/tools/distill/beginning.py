@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from ...errors import ConfigError, ModelError
 from ...model_names import ModelDraft
 from ...models.draft_folder import read_card
+from ...models.layers import leaves_of
 from ...utils.data_files import DataError, check_shape, read_json
 from .options import Options
 from .storage import read_arrays
@@ -80,9 +81,8 @@ def take_weights(student: Student, source: str) -> dict[str, Any]:
     arrays, _ = read_arrays(folder / _WEIGHTS)
     card: dict[str, Any] = read_card(folder) or {}
     packing = read_json(folder / "config.json").get("quantization") or {}
-    leaves: Any = tree_flatten(student.parameters)
     arrays_of_draft = []
-    for name, array in leaves:
+    for name, array in leaves_of(student.parameters):
         stored = _unpacked(arrays, student.stored_prefix + name, packing)
         if stored is None or stored.shape != array.shape:
             raise ModelError(

@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from ...models.draft_heads import BlockConfig, BlockHead
 from ...models.draft_heads.config import spread_layers
@@ -31,9 +31,11 @@ from ...models.draft_heads.layers import HeadAttention
 from ...models.draft_heads.loading import make_head
 from ...models.hidden_states import HiddenStates, record_layers
 from ...models.layers import (
+    arrays_of,
     calling,
     has_text_model,
     layers_of,
+    leaves_of,
     path_to_trunk,
     with_part,
 )
@@ -319,9 +321,9 @@ def _begin_layer(layer: nn.Module, arrays: dict[str, Any]) -> bool:
     Returns:
         Whether they were copied.
     """
-    initial = dict(_leaves(layer.parameters()))
+    initial = dict(arrays_of(layer))
     # Published heads have no biases.
-    theirs = {n: a for n, a in _leaves(arrays) if not n.endswith(".bias")}
+    theirs = {n: a for n, a in leaves_of(arrays) if not n.endswith(".bias")}
     if not all(n in initial and a.shape == initial[n].shape for n, a in theirs.items()):
         return False
     layer.update(tree_unflatten(list(theirs.items())))
@@ -414,7 +416,7 @@ def _config(
 
 def _begin(head: BlockHead, seed: int) -> None:
     """Draw all matrices; begin with the features' mean and without a bias."""
-    leaves = sorted(_leaves(head.parameters()))  # type: ignore[no-untyped-call]
+    leaves = sorted(arrays_of(head))
     keys = mx.random.split(mx.random.key(seed), len(leaves))
     matrices = []
     for (name, array), key in zip(leaves, keys, strict=True):
@@ -430,8 +432,3 @@ def _begin(head: BlockHead, seed: int) -> None:
         second.weight = mx.zeros_like(second.weight)
     if isinstance(head, DFlash2Head):
         head.begin_as_dflash()
-
-
-def _leaves(tree: Any) -> list[tuple[str, mx.array]]:
-    leaves: Any = tree_flatten(tree)
-    return list(leaves)

@@ -14,7 +14,7 @@ def readme(card: dict[str, Any]) -> str:
     """``README.md`` of a draft's folder, from its ``distill.json``."""
     target, training, data = card["target"], card["training"], card["data"]
     layers = ", ".join(map(str, card["layers"]))
-    own_embedding = card["embedding"] == "own"
+    shared = card["embedding"] != "own"
     wide = f", each with the MLPs of {card['widen']}" if card["widen"] > 1 else ""
     kind = ""
     if card.get("kind") == "block":
@@ -46,7 +46,7 @@ def readme(card: dict[str, Any]) -> str:
         f"| target | {target['name']} |",
         f"| its fingerprint | `{target['fingerprint']}` |",
         f"| parameters learnt | {card['parameters'] / 1e6:.1f} M |",
-        f"| stored | {_stored(card['bits'], card['dtype'], own=own_embedding)} |",
+        f"| stored | {_stored(card['bits'], card['dtype'], shared=shared)} |",
         f"| data | {data['documents']} texts, {data['tokens'] / 1e6:.1f} M tokens "
         f"({data['written_by_target'] / 1e6:.1f} M of them the target's own prompts "
         "and answers) |",
@@ -134,8 +134,7 @@ def _begun(earlier: dict[str, Any] | None) -> list[str]:
     return [line, *_begun(earlier.get("began_with"))]
 
 
-def _stored(bits: int | None, dtype: str, *, own: bool) -> str:
+def _stored(bits: int | None, dtype: str, *, shared: bool) -> str:
     matrices = dtype if bits is None else f"layers in {bits} bits"
-    if own:
-        return matrices
-    return f"{matrices}; embedding, head and tokenizer come from the target"
+    target = "; embedding, head and tokenizer come from the target"
+    return matrices + target * shared

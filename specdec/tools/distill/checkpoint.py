@@ -11,9 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from ...errors import ModelError
+from ...models.layers import leaves_of
 from ...utils.data_files import check_shape, parse_json
 from ...utils.records import first_difference, read_record
 from .storage import read_arrays, write_arrays
@@ -146,8 +147,7 @@ def _load(
 
 
 def _flat(kind: str, tree: Any) -> dict[str, mx.array]:
-    leaves: Any = tree_flatten(tree)
-    return {f"{kind}.{name}": array for name, array in leaves}
+    return {f"{kind}.{name}": array for name, array in leaves_of(tree)}
 
 
 def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[object, ...]]:

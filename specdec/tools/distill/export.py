@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ...models import LoadedModel
 from ...models.draft_folder import CARD
+from ...models.layers import arrays_of
 from .card import readme
 from .packing import Packing, group_size
 from .storage import write_file, write_model
@@ -55,8 +55,7 @@ def export(
     if quantization is not None:
         config["quantization"] = quantization
         config["quantization_config"] = quantization
-    leaves: Any = tree_flatten(model.parameters())
-    weights = dict(leaves)
+    weights = dict(arrays_of(model))
     if not alone:
         weights = {k: v for k, v in weights.items() if not _is_target_s(k)}
     weights = {student.prefix + k: v for k, v in weights.items()}

@@ -23,7 +23,7 @@ from .beginning import as_begun, take_weights
 from .evaluate import HeldOut, TargetStates, measure_rounds
 from .export import export, write_card
 from .loss import ChunkedLoss
-from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
+from .material import HOLDOUT_TOKENS, Gatherer, Material, Sources, clock
 from .options import Check, Options, Say, go_on
 from .plan import Plan, count, load_target
 from .train import OPTIMIZER, Trainer
@@ -61,7 +61,7 @@ class Job:
         self.options = options = as_begun(options)
         self._say = say
         self._check = check
-        self._given = Given.read(options)  # errors come before a model is loaded
+        self._sources = Sources.read(options)  # errors come before a model is loaded
         self.target = load_target(options)
         self.plan = Plan.of(self.target, options)
         self.student = self.plan.student
@@ -111,7 +111,7 @@ class Job:
         options = self.options
         gatherer = Gatherer(
             options,
-            self._given,
+            self._sources,
             self.target,
             fingerprint=self._fingerprint,
             plan=self.plan,
@@ -323,7 +323,7 @@ class Job:
     def _measure_rounds(self, card: dict[str, Any]) -> dict[str, Any]:
         """Decode held-out prompts with the new draft; return the card with results."""
         options = self.options
-        if not self._given.holdout:
+        if not self._sources.holdout:
             return card
         draft = load_draft(
             str(options.folder),
@@ -334,7 +334,7 @@ class Job:
         settings = [(length, 0.0) for length in options.num_draft_tokens]
         settings.insert(1, (options.num_draft_tokens[0], TEMPERATURE))
         known = {_setting(entry) for entry in card["rounds"]}
-        for name, prompts in self._given.holdout.items():
+        for name, prompts in self._sources.holdout.items():
             for length, temperature in settings:
                 num_prompts = min(len(prompts), options.rounds)
                 if (name, num_prompts, length, temperature) in known:

@@ -28,7 +28,7 @@ _LONGEST_ROW = 512
 
 
 @dataclass(frozen=True)
-class Given:
+class Sources:
     """The contents of the user's files.
 
     Args:
@@ -42,7 +42,7 @@ class Given:
     holdout: dict[str, list[Prompt]]
 
     @classmethod
-    def read(cls, options: Options) -> Given:
+    def read(cls, options: Options) -> Sources:
         """Read the user's files.
 
         Raises:
@@ -90,7 +90,7 @@ class Gatherer:
 
     Args:
         options: the user's options.
-        given: the contents of the user's files.
+        sources: the contents of the user's files.
         target: the model that writes.
         fingerprint: fingerprint of the target.
         plan: gives the number of rows that write together and the shapes of blocks.
@@ -101,7 +101,7 @@ class Gatherer:
     def __init__(
         self,
         options: Options,
-        given: Given,
+        sources: Sources,
         target: LoadedModel,
         *,
         fingerprint: str,
@@ -110,7 +110,7 @@ class Gatherer:
         check: Check,
     ):
         self._options = options
-        self._given = given
+        self._sources = sources
         self._target = target
         self._plan = plan
         self._say = say
@@ -128,7 +128,7 @@ class Gatherer:
         """
         corpus = self._corpus
         names = [
-            *self._answered("prompts", self._given.prompts, sampled=True),
+            *self._answered("prompts", self._sources.prompts, sampled=True),
             *self._texts(),
         ]
         if write:
@@ -140,7 +140,7 @@ class Gatherer:
                 for file in self._answered(f"holdout-{name}", prompts, sampled=False)
                 for document in corpus.read(file)
             ]
-            for name, prompts in self._given.holdout.items()
+            for name, prompts in self._sources.holdout.items()
         }
         known = {
             _prompt(d)
@@ -190,13 +190,13 @@ class Gatherer:
             )
 
     def _texts(self) -> list[str]:
-        if not self._given.texts:
+        if not self._sources.texts:
             return []
-        name = f"text-{_digest(self._given.texts)}"
+        name = f"text-{_digest(self._sources.texts)}"
         if not self._corpus.has(name):
             documents = text_documents(
                 self._target.tokenizer,
-                self._given.texts,
+                self._sources.texts,
                 max_tokens=self._options.longest_document,
             )
             self._corpus.add(name, documents)

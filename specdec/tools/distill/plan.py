@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ... import backend
 from ...cache.capacity import grown_capacity
@@ -16,7 +15,7 @@ from ...errors import ModelError, UnsupportedModelError
 from ...memory.planning import geometry_of
 from ...model_names import DEFAULT_TARGET
 from ...models import LoadedModel, load
-from ...models.layers import layers_of
+from ...models.layers import layers_of, leaves_of
 from ...models.loaded import Described
 from ...models.model_outline import outline
 from ...models.precision import DTYPES
@@ -24,7 +23,7 @@ from ...utils.sizes import format_size
 from .beginning import as_begun
 from .block_student import make_block_student
 from .loss import ChunkedLoss
-from .material import Given
+from .material import Sources
 from .options import Budget, Options
 from .student import (
     Student,
@@ -197,7 +196,7 @@ def describe(options: Options) -> list[str]:
         PromptError: a user's file cannot be read.
     """
     options = as_begun(options)
-    Given.read(options)  # raises as the run would
+    Sources.read(options)  # raises as the run would
     target = outlined(options) or load_target(options)  # it may be on the hub
     plan, dtype = Plan.of(target, options), DTYPES[options.computing]
     vocab_size, width = plan.head.shape
@@ -341,5 +340,4 @@ def _timed(states: mx.array, matrix: mx.array, products: int) -> float:
 
 def count(parameters: Any) -> int:
     """The number of elements in a tree of arrays."""
-    leaves: Any = tree_flatten(parameters)
-    return sum(array.size for _, array in leaves)
+    return sum(array.size for _, array in leaves_of(parameters))

@@ -11,8 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
+from ...models.layers import leaves_of
 from .blocks import Block, block_order
 from .checkpoint import Progress
 from .evaluate import TargetStates
@@ -226,8 +227,8 @@ def clipped(gradients: Parameters, most: float) -> Parameters:
     Squares are summed in the order of the gradients' names. The order of a tree's keys
     differs between processes, and the rounding would differ with it.
     """
-    leaves: Any = tree_flatten(gradients)
-    squares = [g.square().sum() for _, g in sorted(leaves, key=lambda leaf: leaf[0])]
+    leaves = sorted(leaves_of(gradients), key=lambda leaf: leaf[0])
+    squares = [g.square().sum() for _, g in leaves]
     scale = mx.minimum(most * mx.rsqrt(mx.stack(squares).sum() + 1e-12), 1.0)
     return tree_map(lambda gradient: gradient * scale, gradients)
 

