@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..errors import UnsupportedModelError
+from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
 from ..utils.sizes import format_size
 from . import options
@@ -134,7 +135,6 @@ def estimate(
     from ..memory import MemoryPlan
     from ..memory.estimate import Estimate
     from ..memory.planning import plan_memory
-    from ..memory.sampling_memory import FILTERED, GREEDY
     from ..models import context_length
     from ..spec_decode.factory import ngram_of
 
@@ -159,6 +159,8 @@ def estimate(
         except UnsupportedModelError:
             return None
 
+    # A temperature comes with the usual filters.
+    filters: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05, "top_k": 40}
     result = Estimate(
         plan=plan_with(config.kv_bits, config.prefill_step_size),
         kv_bits=config.kv_bits,
@@ -167,8 +169,6 @@ def estimate(
         limit=backend.memory_size() if limit is None else limit,
         plan_with=plan_if_supported,
         command=command_of_run,
-        choosing=FILTERED if temp > 0 else GREEDY,
-        context_length=longest,
     )
     show(json_text(result.as_dict(), indent=2) if as_json else result.table())
     assumed = {

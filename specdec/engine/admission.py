@@ -7,11 +7,11 @@ row that does not fit yet waits.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MemoryLimitError
-from ..memory import Choosing, MemoryPlan, RowNeeds
+from ..memory import MemoryPlan, RowNeeds
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..utils.sizes import format_size
@@ -35,7 +35,7 @@ class Preflight:
         Raises:
             MemoryLimitError: they do not fit; the message has both numbers.
         """
-        smallest = RowNeeds(1, 1)
+        smallest = RowNeeds(1, SamplingParams(max_tokens=1))
         needed, weights = self.plan.peak([smallest]), self.plan.weight_bytes
         if needed <= self.limit:
             return
@@ -54,7 +54,7 @@ class Preflight:
         Raises:
             MemoryLimitError: it does not fit; the message has the numbers.
         """
-        row = row_needs(prompt_tokens, params)
+        row = RowNeeds(prompt_tokens, params)
         needed = self.plan.peak([row])
         if needed <= self.limit:
             return
@@ -84,42 +84,5 @@ class Preflight:
 def _needs_of(request: Request) -> RowNeeds:
     """The memory that a request needs; cached, as every join of rows asks for it."""
     if not isinstance(request.needs, RowNeeds):
-        request.needs = row_needs(len(request.prompt_tokens), request.params)
+        request.needs = RowNeeds(len(request.prompt_tokens), request.params)
     return request.needs
-
-
-def row_needs(prompt_tokens: int, params: SamplingParams) -> RowNeeds:
-    """The memory that a request with these parameters needs."""
-    scored = params.prompt_logprobs is not None
-    return RowNeeds(prompt_tokens, params.max_tokens, _choosing(params), scored)
-
-
-def _choosing(params: SamplingParams) -> Choosing:
-    sampled = params.temperature > 0
-    used = {
-        "noise": sampled,
-        "logit_bias": bool(params.logit_bias),
-        "min_tokens": params.min_tokens > 0,
-        "repetition_penalty": params.repetition_penalty not in (None, 1),
-        "presence_penalty": bool(params.presence_penalty),
-        "frequency_penalty": bool(params.frequency_penalty),
-        "grammar": params.grammar is not None or params.max_thinking_tokens is not None,
-        "logprobs": params.logprobs or params.top_logprobs > 0,
-        "top_logprobs": params.top_logprobs > 0,
-        "ratio": sampled and params.verification != "coupled",
-    }
-    xtc = params.xtc_probability, params.xtc_threshold, params.xtc_special_tokens
-    filters: dict[str, tuple[bool, Hashable]] = {
-        "top_p": (params.top_p < 1, params.top_p),
-        "min_p": (params.min_p > 0, params.min_p),
-        "xtc": (params.xtc_probability > 0, xtc),
-        "top_k": (params.top_k > 0, params.top_k),
-    }
-    return Choosing(
-        frozenset(name for name, is_used in used.items() if is_used),
-        frozenset(
-            (name, setting)
-            for name, (is_used, setting) in filters.items()
-            if is_used and sampled
-        ),
-    )

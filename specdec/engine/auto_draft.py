@@ -15,7 +15,7 @@ from ..errors import (
     ModelError,
     UnsupportedModelError,
 )
-from ..memory.plan import RowNeeds
+from ..memory import RowNeeds
 from ..model_names import (
     MTP_DRAFT,
     NGRAM_DRAFT,
@@ -30,6 +30,7 @@ from ..models.draft_heads.mtp import NoHeadError
 from ..models.loading import folder_of, is_gguf
 from ..models.model_outline import ModelOutline, outline, outline_draft
 from ..models.pairs import PublishedDraft, described, known_target, local_folder
+from ..sampling_params import SamplingParams
 from .build import preflight_of
 
 log = logging.getLogger("specdec.engine")
@@ -132,7 +133,7 @@ def room_beside(
     if preflight is None:
         return float("inf")
     context = min(_CONTEXT, context_length(target.config) or _CONTEXT)
-    rows = [RowNeeds(context - 1, 1)] * config.batch_size
+    rows = [RowNeeds(context - 1, SamplingParams(max_tokens=1))] * config.batch_size
     return preflight.limit - preflight.plan.peak(rows)
 
 

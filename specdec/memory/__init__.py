@@ -10,13 +10,11 @@ from .formulas import (
     recommend_quantization,
     weight_bytes,
 )
-from .geometry import CacheGeometry, ModelGeometry
-from .plan import MemoryPlan, Moment, RowNeeds, largest_fitting
-from .sampling_memory import Choosing
+from .plan import CacheGeometry, MemoryPlan, ModelGeometry, Moment, largest_fitting
+from .rows import RowNeeds
 
 __all__ = [
     "CacheGeometry",
-    "Choosing",
     "MemoryPlan",
     "ModelGeometry",
     "Moment",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..config import MAX_BATCH_SIZE
+from ..sampling_params import SamplingParams
 from ..utils.sizes import format_size
 from ..utils.tables import text_table
 from .formulas import recommend_quantization
@@ -16,10 +17,9 @@ from .plan import (
     PARTS,
     MemoryPlan,
     Moment,
-    RowNeeds,
     largest_fitting,
 )
-from .sampling_memory import GREEDY, Choosing
+from .rows import RowNeeds
 
 # A chunk of fewer tokens takes long to prefill, and little less memory.
 LEAST_STEP = 32
@@ -55,7 +55,7 @@ class Estimate:
         plan_with: makes the plan with keys and values in a number of bits (``None``:
             as they are) and a prefill step; returns ``None`` if the models refuse it.
         command: the command of a run with other settings.
-        choosing: as in :class:`RowNeeds`.
+        params: how the rows choose their tokens.
         context_length: positions that the target can serve; ``None``: unknown.
         kv_bits: bits of keys and values; ``None``: not quantized.
     """
@@ -66,15 +66,15 @@ class Estimate:
     limit: int | None
     plan_with: Callable[[int | None, int], MemoryPlan | None]
     command: Callable[[Change], str]
-    choosing: Choosing = GREEDY
+    params: SamplingParams = field(default_factory=SamplingParams)
     context_length: int | None = None
     kv_bits: int | None = None
 
     def _rows(self, batch: int, context: int) -> list[RowNeeds]:
         # At least one token is generated.
         prompt = max(1, context - 1)
-        row = RowNeeds(prompt, max(1, context - prompt), self.choosing)
-        return [row] * batch
+        params = replace(self.params, max_tokens=max(1, context - prompt))
+        return [RowNeeds(prompt, params)] * batch
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:

@@ -6,13 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..backend import LOOKAHEAD, SCORED_BYTES, BackendDefaults
-from ..cache.capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
+from ..cache.capacity import (
+    CATCH_UP_STEP,
+    cache_slots,
+    chunk_width,
+    padded_length,
+    ring_slots,
+    round_up,
+)
+from ..cuda.packed_matmul import TIMED_ROWS
+from ..sampling_params import SamplingParams
 from .formulas import logits_bytes
-from .geometry import ModelGeometry
-from .sampling_memory import GREEDY, Choosing, choosing_bytes
+from .rows import RowNeeds, choosing_bytes
 
 # A search for the largest context ends here, beyond any model's positions.
 MAX_CONTEXT = 1 << 22
+#: Tokens that mlx-lm's scans score with each other at a time.
+SCAN_PART = 256
+#: The most layers whose arrays are not freed yet. MLX gives CUDA a graph of about one
+#: layer's operations at a time, waits if ten are running, and frees an array with the
+#: last graph that used it.
+UNDER_WAY = 10
+#: Copies of a recurrent layer's states that are held at once: the current ones, the
+#: next ones, and, if tokens can be taken back, those before the last write.
+STATE_COPIES = 3
 # Slices that may be under way together, and copies of each that scoring holds: a dozen
 # operations, of which MLX begins about 60 ahead.
 SCORED_SLICES, SCORE_COPIES = 6, 5
@@ -34,26 +51,138 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True)
-class RowNeeds:
-    """What decides how much memory one request needs.
+@dataclass(frozen=True, kw_only=True)
+class CacheGeometry:
+    """One cache of one layer.
 
     Args:
-        prompt_tokens: tokens of its prompt.
-        max_tokens: the most tokens that it may generate.
-        choosing: how its tokens are chosen.
-        scored: whether log-probabilities of its prompt are reported.
+        slot_bytes: bytes of one token of one row: key and value of every head, packed
+            with their scales and biases if they are quantized. 0 if the model never
+            writes to the cache.
+        window: tokens that a query sees in a ring (sinks not counted), or a
+            chunk; ``None``: everything.
+        keep: first tokens that a ring never drops.
+        state_bytes: bytes of a recurrent layer's states for one row of any length.
+        held_bytes: bytes per token of a round: inputs of a recurrent layer, which are
+            held to take tokens back.
     """
 
-    prompt_tokens: int
-    max_tokens: int
-    choosing: Choosing = GREEDY
-    scored: bool = False
+    slot_bytes: int
+    window: int | None = None
+    keep: int = 0
+    state_bytes: int = 0
+    held_bytes: int = 0
 
-    @property
-    def context(self) -> int:
-        """Tokens, prompt and generated."""
-        return self.prompt_tokens + self.max_tokens
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGeometry:
+    """A model's weights, its caches, and what a forward holds besides them.
+
+    :mod:`.planning` reads it off a model.
+
+    Args:
+        name: for messages.
+        num_parameters: parameters of the model, however they are packed.
+        weight_bytes: bytes of all weights as the run holds them.
+        caches: in the order in which the model uses them.
+        dense_caches: the same caches before they are quantized, if rows are quantized
+            once they are long (``quantized_kv_start``); else empty.
+        vocab_size: number of logits of one position.
+        elem_bytes: bytes of one logit.
+        token_bytes: bytes of the activations of one token in one layer.
+        score_bytes: bytes of attention scores and masks per token and cached column.
+        pair_bytes: bytes per pair of tokens of a row in one part of a scan
+            (:data:`SCAN_PART`).
+        column_bytes: bytes of the copy that attention makes of one cached column of a
+            row.
+        unpacked_column_bytes: bytes of such a column in a layer whose packed keys and
+            values are unpacked for attention.
+        unpacked_bytes: bytes of a layer's packed matrices once they are unpacked for
+            the products of many rows.
+        loading_bytes: the most bytes held while the model is loaded, including its
+            weights; 0 if it is loaded already.
+        feature_bytes: for a draft head, bytes of the target's hidden states of one
+            token that it reads: recorded, joined and normed.
+        proposes_blocks: whether one forward computes the logits of all proposals.
+    """
+
+    name: str
+    num_parameters: int
+    weight_bytes: int
+    caches: tuple[CacheGeometry, ...]
+    dense_caches: tuple[CacheGeometry, ...] = ()
+    vocab_size: int
+    elem_bytes: int
+    token_bytes: int
+    score_bytes: int
+    pair_bytes: int = 0
+    column_bytes: int = 0
+    unpacked_column_bytes: int = 0
+    unpacked_bytes: int = 0
+    loading_bytes: int = 0
+    feature_bytes: int = 0
+    proposes_blocks: bool = False
+
+    def layer_bytes(
+        self,
+        rows: int,
+        length: int,
+        *,
+        max_length: int | None = None,
+        max_write: int = 1,
+        dense: bool = False,
+        takes_back: bool = True,
+    ) -> list[int]:
+        """Bytes that each cache has allocated for ``rows`` rows.
+
+        Args:
+            length: tokens of the longest row, including tokens that were taken back.
+            max_length: the most tokens of a row that the caches were made for.
+            max_write: the most tokens of one write that rings were made for.
+            dense: count the caches as they are before they are quantized.
+            takes_back: whether tokens are taken back in rounds.
+        """
+        states = (STATE_COPIES - (not takes_back)) * (length > 0)
+        caches = self.dense_caches if dense else self.caches
+
+        def of_row(cache: CacheGeometry) -> int:
+            slots = cache_slots(
+                length,
+                max_length=max_length,
+                window=cache.window,
+                keep=cache.keep,
+                max_write=max_write,
+            )
+            return cache.slot_bytes * slots + cache.state_bytes * states
+
+        # A model has few kinds of layers.
+        sizes = {cache: rows * of_row(cache) for cache in set(caches)}
+        return [sizes[cache] for cache in caches]
+
+    def columns(self, extent: int, max_write: int) -> int:
+        """The most keys that a layer reads of ``extent`` in a cache."""
+        rings = [(c.window, c.keep) for c in set(self.caches)]
+        most = [extent if w is None else ring_slots(w, max_write, k) for w, k in rings]
+        return min(extent, max(most, default=0))
+
+    def workspace_bytes(
+        self, rows: int, tokens: int, columns: int, layers: int | None = None
+    ) -> int:
+        """The most bytes that a forward holds besides weights, caches and logits.
+
+        Args:
+            rows: rows of the batch.
+            tokens: how many tokens each row feeds.
+            columns: how many keys each row has, its newest included.
+            layers: layers that are under way at once; ``None``: the host runs ahead.
+        """
+        ahead = min(layers or UNDER_WAY, len(self.caches))
+        per_token = (layers or 1) * self.token_bytes + columns * self.score_bytes
+        per_token += min(tokens, SCAN_PART) * self.pair_bytes
+        per_column = self.column_bytes + ahead * self.unpacked_column_bytes
+        unpacked = self.unpacked_bytes if rows * tokens >= TIMED_ROWS[0] else 0
+        forward = rows * (tokens * per_token + columns * per_column)
+        return forward + ahead * unpacked
 
 
 @dataclass(frozen=True)
@@ -121,67 +250,67 @@ class MemoryPlan:
     @property
     def weight_bytes(self) -> int:
         """Weights of target and draft."""
-        return self.target.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
-
-    def _weights(self) -> dict[str, int]:
-        parts = {"target weights": self.target.weight_bytes}
-        if self.draft:
-            parts["draft weights"] = self.draft.weight_bytes
-        return parts
+        return sum(model.weight_bytes for model in self._models.values())
 
     def _loading(self) -> Moment:
         most = self.target.loading_bytes
         if self.draft:
             most = max(most, self.target.weight_bytes + self.draft.loading_bytes)
-        more = max(0, most - self.weight_bytes)
-        return Moment("loading", {**self._weights(), "loading": more})
+        return self._moment("loading", {"loading": max(0, most - self.weight_bytes)})
 
     def _prefill(self, rows: Sequence[RowNeeds]) -> Moment:
         """The last chunk of the longest prompt."""
-        prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
-        width = chunk_width(prompt, self._step(rows), self.backend.read_bucket)
-        parts, layers = self._weights(), None
-        if self.backend.prefills_by_layers:
-            layers = 1 + self.backend.layers_ahead(len(rows) * width)
-        for name, model in self._models():
-            self._add(parts, name, model, rows, prompt, width, self._max_write, layers)
+        prompt, backend = self._longest_prompt(rows), self.backend
+        width = chunk_width(prompt, self._step(rows), backend.read_bucket)
+        parts, layers = dict[str, int](), None
+        if backend.prefills_by_layers:
+            layers = 1 + backend.layers_ahead(len(rows) * width)
+        for name in self._models:
+            self._add(parts, name, rows, prompt, width, self._max_write, layers)
         parts["activations"] += self._features(len(rows), width)
-        if scored := sum(r.scored for r in rows):
+        if scored := sum(r.params.prompt_logprobs is not None for r in rows):
             # In float32, a slice's logits, and what Logprobs.of makes of them.
             chunk = logits_bytes(scored, width - 1, self.target.vocab_size, 4)
             parts["logits"] = SCORE_COPIES * min(chunk, SCORED_SLICES * SCORED_BYTES)
-        return Moment("prefill", self._with_others(parts))
+        return self._moment("prefill", parts | self._others)
 
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
         """A round in which every row is as long as it can become."""
-        length, k = self._longest(rows), self.num_draft_tokens
-        parts, inputs = self._weights(), 0
-        for name, model in self._models():
+        length, k, backend = self._longest(rows), self.num_draft_tokens, self.backend
+        parts, inputs = dict[str, int](), 0
+        for name, model in self._models.items():
             held, width, writes = length, self._wide, self._wide
             # A draft catches up in pieces; with static shapes the last piece is padded.
             if name == "draft" and self.pauses:
-                held += CATCH_UP_STEP if self.backend.static_shapes else 0
+                held += CATCH_UP_STEP if backend.static_shapes else 0
                 width = max(width, min(CATCH_UP_STEP, held))
-                writes = width + self.backend.pad_single_token
-            self._add(parts, name, model, rows, held, width, writes)
+                writes = width + backend.pad_single_token
+            self._add(parts, name, rows, held, width, writes)
             if k:
-                inputs += model.held_bytes(len(rows), width)
+                inputs += len(rows) * width * sum(c.held_bytes for c in model.caches)
         # Rows that leave and rows that join in one step copy a layer twice more.
         parts["growth and joins"] *= 3 if len(rows) > 1 else 1
         parts["activations"] += self._features(len(rows), self._wide)
-        heads = [(self.target, max(k, self.backend.pad_single_token))]
+        heads = [(self.target, max(k, backend.pad_single_token))]
         if self.draft:
             # A draft model's first forward of a round takes two tokens.
             heads.append((self.draft, k if self.draft.proposes_blocks else 1))
-        choosing = [r.choosing for r in rows]
         parts["logits"] = sum(
             logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
-        ) + max(choosing_bytes(choosing, n, m.vocab_size) for m, n in heads)
+        ) + max(choosing_bytes(rows, n, m.vocab_size) for m, n in heads)
         if inputs:
             parts["rollback inputs"] = inputs
         if ahead := self._ahead:
             parts["rounds in flight"] = ahead * (parts["activations"] + parts["logits"])
-        return Moment("decoding", self._with_others(parts))
+        return self._moment("decoding", parts | self._others)
+
+    def _calibration(self, num_rows: int) -> Moment:
+        """Measuring costs before the first round, at ``num_rows`` rows."""
+        # One row is measured where time grows with tokens. Two runs overlap.
+        num_rows = 1 if self.backend.costs_by_token else num_rows
+        ahead = replace(self, backend=replace(self.backend, costs_by_token=False))
+        row = RowNeeds(1, SamplingParams(max_tokens=CATCH_UP_STEP + 4 * self._round))
+        return replace(ahead._decoding([row] * num_rows), name="measuring")
 
     def _features(self, rows: int, tokens: int) -> int:
         """Bytes of the target's hidden states that the draft reads after a forward."""
@@ -191,7 +320,6 @@ class MemoryPlan:
         self,
         parts: dict[str, int],
         name: str,
-        model: ModelGeometry,
         rows: Sequence[RowNeeds],
         length: int,
         width: int,
@@ -203,42 +331,69 @@ class MemoryPlan:
         Args:
             layers: as for :meth:`ModelGeometry.workspace_bytes`.
         """
-        limit, n = self._max_length(rows), len(rows)
-        kept = self._layers(model, n, limit, length, max_write)
-        parts[f"{name} KV cache"] = sum(kept)
+        model = self._models[name]
+        held = self._layers(model, rows, length, max_write)
+        parts[f"{name} KV cache"] = sum(held)
         # Caches grow one layer at a time, while its old arrays are still held. Rings
         # then have the size that prefill gave them.
         if max_write != self._max_write:
-            kept = self._layers(model, n, limit, length, self._max_write)
-        layer = max(kept, default=0)
-        columns = model.columns(
-            length, max_write=max_write, read_bucket=self.backend.read_bucket
-        )
-        forward = model.workspace_bytes(n, width, columns, layers)
-        for part, size in ("growth and joins", layer), ("activations", forward):
+            held = self._layers(model, rows, length, self._max_write)
+        extent = round_up(length, self.backend.read_bucket)
+        columns = model.columns(extent, max_write)
+        forward = model.workspace_bytes(len(rows), width, columns, layers)
+        for part, size in (
+            ("growth and joins", max(held, default=0)),
+            ("activations", forward),
+        ):
             parts[part] = max(parts.get(part, 0), size)
 
-    def _calibration(self, num_rows: int) -> Moment:
-        """Measuring costs before the first round, at ``num_rows`` rows."""
-        # One row is measured where time grows with tokens. Two runs overlap.
-        num_rows = 1 if self.backend.costs_by_token else num_rows
-        ahead = replace(self, backend=replace(self.backend, costs_by_token=False))
-        rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
-        return replace(ahead._decoding(rows), name="measuring")
+    def _layers(
+        self,
+        model: ModelGeometry,
+        rows: Sequence[RowNeeds],
+        length: int,
+        max_write: int,
+    ) -> list[int]:
+        """Bytes of each cache once the longest row has ``length`` tokens."""
+        limit = self._max_length(rows)
 
-    def _with_others(self, parts: dict[str, int]) -> dict[str, int]:
+        def sizes(n: int, *, dense: bool) -> list[int]:
+            return model.layer_bytes(
+                len(rows),
+                min(n, limit),
+                max_length=limit,
+                max_write=max_write,
+                dense=dense,
+                takes_back=self.num_draft_tokens > 0,
+            )
+
+        now = sizes(length, dense=False)
+        if not model.dense_caches:
+            return now
+        # Caches are dense until the longest row has this many tokens, which is checked
+        # between two writes.
+        most = min(length, self.quantized_kv_start - 1 + self._max_write)
+        return max(now, sizes(most, dense=True), key=sum)
+
+    def _moment(self, name: str, parts: Mapping[str, int]) -> Moment:
+        weights = {f"{n} weights": m.weight_bytes for n, m in self._models.items()}
+        return Moment(name, weights | parts)
+
+    @property
+    def _others(self) -> dict[str, int]:
+        """What is held besides the models from the first prompt on."""
         others = {
             "n-gram lookup": self.lookup_bytes,
             "prefix cache": self.prefix_bytes,
             "images": self.image_bytes,
         }
-        return parts | {name: size for name, size in others.items() if size}
+        return {name: size for name, size in others.items() if size}
 
     # -- the engine's own sizes ----------------------------------------------
 
-    def _models(self) -> list[tuple[str, ModelGeometry]]:
-        models = [("target", self.target)]
-        return [*models, ("draft", self.draft)] if self.draft else models
+    @property
+    def _models(self) -> dict[str, ModelGeometry]:
+        return {"target": self.target} | ({"draft": self.draft} if self.draft else {})
 
     @property
     def _ahead(self) -> int:
@@ -263,6 +418,11 @@ class MemoryPlan:
     def _max_write(self) -> int:
         return max(self.prefill_step_size, self._wide)
 
+    @staticmethod
+    def _longest_prompt(rows: Sequence[RowNeeds]) -> int:
+        """The most tokens of a prompt that are prefilled: all but the last."""
+        return max((r.prompt_tokens - 1 for r in rows), default=0)
+
     def _longest(self, rows: Sequence[RowNeeds]) -> int:
         """Slots that the longest row is written to, rejected tokens included.
 
@@ -275,41 +435,15 @@ class MemoryPlan:
 
     def _max_length(self, rows: Sequence[RowNeeds]) -> int:
         """The bound that the engine gives its caches (DecodeBatch, ModelRunner)."""
-        context = max((r.context for r in rows), default=0)
-        prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
+        context, prompt = (
+            max((r.context for r in rows), default=0),
+            self._longest_prompt(rows),
+        )
         padded = padded_length(prompt, self._step(rows), self.backend.read_bucket)
         if self.prefix_bytes:  # a chunk can begin after any prefix
             padded = prompt + self._step(rows)
         most = max(context + (LOOKAHEAD + 2) * self._round, padded)
         return round_up(most, self.backend.read_bucket)
-
-    def _layers(
-        self,
-        model: ModelGeometry,
-        num_rows: int,
-        limit: int,
-        length: int,
-        max_write: int,
-    ) -> list[int]:
-        """Bytes of each cache once the longest row has ``length`` tokens."""
-
-        def sizes(n: int, *, dense: bool) -> list[int]:
-            return model.layer_bytes(
-                num_rows,
-                min(n, limit),
-                max_length=limit,
-                max_write=max_write,
-                dense=dense,
-                takes_back=self.num_draft_tokens > 0,
-            )
-
-        now = sizes(length, dense=False)
-        if not model.dense_caches:
-            return now
-        # Caches are dense until the longest row has this many tokens, which is checked
-        # between two writes.
-        most = min(length, self.quantized_kv_start - 1 + self._max_write)
-        return max(now, sizes(most, dense=True), key=sum)
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int) -> int:

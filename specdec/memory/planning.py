@@ -36,8 +36,7 @@ from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from ..models.runner import cache_options
 from ..models.vision import image_bytes
-from .geometry import CacheGeometry, ModelGeometry
-from .plan import MemoryPlan
+from .plan import CacheGeometry, MemoryPlan, ModelGeometry
 
 # Copies of what a recurrent layer holds for a token, in a scan that goes token by
 # token, and in one that scores tokens in pairs.

@@ -13,7 +13,6 @@ import pytest
 
 from specdec import backend
 from specdec.config import EngineConfig, NumDraftTokens
-from specdec.engine.admission import row_needs
 from specdec.engine.engine import Engine
 from specdec.engine.profiler import measure_forwards
 from specdec.memory import MemoryPlan, RowNeeds
@@ -122,8 +121,8 @@ def requests_of(
 def fullest(requests: Sequence[Request], batch: int) -> list[RowNeeds]:
     most = max(r.max_length for r in requests)
     prompt = max(len(r.prompt_tokens) for r in requests)
-    rows = [row_needs(prompt, r.params) for r in requests[:batch]]
-    return [replace(row, max_tokens=most - prompt) for row in rows]
+    params = [replace(r.params, max_tokens=most - prompt) for r in requests[:batch]]
+    return [RowNeeds(prompt, each) for each in params]
 
 
 def check_plan(

@@ -13,7 +13,6 @@ from specdec.backend import BackendDefaults
 from specdec.cache.capacity import CATCH_UP_STEP
 from specdec.memory import (
     CacheGeometry,
-    Choosing,
     MemoryPlan,
     ModelGeometry,
     RowNeeds,
@@ -21,7 +20,7 @@ from specdec.memory import (
     largest_fitting,
 )
 from specdec.memory.estimate import Estimate
-from specdec.memory.sampling_memory import COPIES, FILTERED
+from specdec.sampling_params import SamplingParams
 
 # An 8B model: 32 layers, 8 heads of 128 in 16 bits.
 TARGET = ModelGeometry(
@@ -51,15 +50,18 @@ BY_TOKEN = BackendDefaults(
 PLAN = MemoryPlan(target=TARGET, prefill_step_size=512, backend=STATIC)
 PAIR = replace(PLAN, draft=DRAFT, num_draft_tokens=3, backend=BY_TOKEN)
 
+WARM = {"temperature": 0.7}
 rows = st.lists(
     st.builds(
         RowNeeds,
         prompt_tokens=st.integers(1, 9000),
-        max_tokens=st.integers(1, 3000),
-        choosing=st.builds(
-            Choosing,
-            st.frozensets(st.sampled_from(sorted(COPIES))),
-            st.frozensets(st.tuples(st.sampled_from(["top_p", "xtc"]), st.just(0.5))),
+        params=st.builds(
+            lambda filters, **others: SamplingParams(**filters, **others),
+            st.sampled_from([{}, WARM, WARM | {"top_p": 0.5}, WARM | {"top_p": 0.9}]),
+            max_tokens=st.integers(1, 3000),
+            presence_penalty=st.sampled_from([0, 0.5]),
+            top_logprobs=st.sampled_from([0, 3]),
+            verification=st.sampled_from(["coupled", "block"]),
         ),
     ),
     min_size=1,
@@ -67,8 +69,12 @@ rows = st.lists(
 )
 
 
+def row_of(prompt_tokens: int, max_tokens: int) -> RowNeeds:
+    return RowNeeds(prompt_tokens, SamplingParams(max_tokens=max_tokens))
+
+
 def test_the_parts_of_a_run() -> None:
-    loading, prefill, decoding = PAIR.moments([RowNeeds(1000, 1048)] * 4)
+    loading, prefill, decoding = PAIR.moments([row_of(1000, 1048)] * 4)
     assert loading.total == 18_500_000_000
     assert prefill.parts["draft weights"] == 2_000_000_000
     # 2,047 cached tokens and a round of four more, of a limit of 2,048 + 3 * 4.
@@ -78,12 +84,12 @@ def test_the_parts_of_a_run() -> None:
     assert decoding.parts["growth and joins"] == 3 * 4 * 4096 * slots
     assert decoding.parts["logits"] == 4 * (4 + 2) * 128_256 * 2
     assert "rounds in flight" not in decoding.parts
-    assert "rounds in flight" in PLAN.moments([RowNeeds(9, 9)])[2].parts
+    assert "rounds in flight" in PLAN.moments([row_of(9, 9)])[2].parts
 
 
 def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
     """Up to a piece's width after what its rows hold; the target has none."""
-    row = RowNeeds(300, 100)
+    row = row_of(300, 100)
     exact = replace(PAIR, pauses=True).moments([row])[2]
     padded = replace(PAIR, pauses=True, backend=STATIC).moments([row])[2]
     fixed = replace(PAIR, backend=STATIC).moments([row])[2]
@@ -91,7 +97,7 @@ def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
     assert padded.parts["draft KV cache"] >= exact.parts["draft KV cache"]
     assert padded.parts["target KV cache"] == fixed.parts["target KV cache"]
     # Rows of 250 tokens fit 256 slots, and their padding does not.
-    short = RowNeeds(200, 50)
+    short = row_of(200, 50)
     longest = replace(PAIR, pauses=True, backend=replace(STATIC, read_bucket=256))
     without = replace(longest, pauses=False)
     needed = [p.moments([short])[2].parts["draft KV cache"] for p in (longest, without)]
@@ -102,7 +108,7 @@ def test_a_drafts_rings_can_undo_what_it_catches_up_with() -> None:
     """They are laid anew for pieces of that width."""
     window = CacheGeometry(slot_bytes=100, window=512)
     draft = replace(DRAFT, caches=(window,))
-    row = RowNeeds(3000, 1000)
+    row = row_of(3000, 1000)
     pausing, steady = (
         replace(PAIR, draft=draft, pauses=pauses).moments([row])[2]
         for pauses in (True, False)
@@ -113,7 +119,7 @@ def test_a_drafts_rings_can_undo_what_it_catches_up_with() -> None:
 
 def test_plain_rows_need_the_reference_formula() -> None:
     """A power of two is held in exactly so many slots."""
-    decoding = PLAN.moments([RowNeeds(8000, 192)])[2]
+    decoding = PLAN.moments([row_of(8000, 192)])[2]
     assert decoding.parts["target KV cache"] == kv_cache_bytes(32, 8, 128, 2, 8192)
 
 
@@ -124,13 +130,12 @@ def test_more_never_needs_less(
     """Searches for what fits rely on it: a row, a token, a draw more costs."""
     peak = plan.peak(batch)
     row = batch[at % len(batch)]
-    steps, filters = row.choosing.steps, row.choosing.filter
-    more = Choosing(steps | FILTERED.steps, filters | FILTERED.filter)
+    params = row.params
     assert plan.peak([*batch, row]) >= peak
     for longer in (
-        replace(row, max_tokens=row.max_tokens + 1),
+        replace(row, params=replace(params, max_tokens=params.max_tokens + 1)),
         replace(row, prompt_tokens=row.prompt_tokens + 1),
-        replace(row, choosing=more),
+        replace(row, params=replace(params, temperature=0.7, min_p=0.1, top_k=9)),
     ):
         changed = [longer if r is row else r for r in batch]
         assert plan.peak(changed) >= peak
@@ -139,7 +144,7 @@ def test_more_never_needs_less(
 def test_a_window_bounds_the_cache() -> None:
     ring = CacheGeometry(slot_bytes=1000, window=1024)
     plan = replace(PLAN, target=replace(TARGET, caches=(ring,)))
-    _, prefill, decoding = plan.moments([RowNeeds(99_999, 1)])
+    _, prefill, decoding = plan.moments([row_of(99_999, 1)])
     assert prefill.parts["target KV cache"] == 1000 * (1024 + 511)
     assert decoding.parts["target KV cache"] == 1000 * 1024
 
@@ -153,7 +158,7 @@ def test_rows_that_are_quantized_late_are_dense_before() -> None:
     plan = replace(PLAN, target=packed, quantized_kv_start=4096)
 
     def kv(prompt: int) -> int:
-        return plan.moments([RowNeeds(prompt, 1)])[1].parts["target KV cache"]
+        return plan.moments([row_of(prompt, 1)])[1].parts["target KV cache"]
 
     assert kv(257) == 3000 * 256
     assert kv(4096) == 3000 * 4096

@@ -13,16 +13,9 @@ import pytest
 
 from specdec.backend import SCORED_BYTES
 from specdec.config import EngineConfig
-from specdec.engine.admission import row_needs
 from specdec.grammar import Grammar, GrammarCompiler
 from specdec.memory import plan as plan_module
-from specdec.memory.sampling_memory import (
-    APART,
-    COPIES,
-    GREEDY,
-    Choosing,
-    choosing_bytes,
-)
+from specdec.memory.rows import APART, FILTERS, STEPS, RowNeeds, choosing_bytes
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import prompt_scores
@@ -46,7 +39,7 @@ XTC = {
     "xtc_threshold": 0.01,
     "xtc_special_tokens": (1, 2, 3),
 }
-FILTERS = {**TOP_P, **XTC, "min_p": 0.01, "top_k": 20}
+FILTERED = {**TOP_P, **XTC, "min_p": 0.01, "top_k": 20}
 PENALTIES = {
     "repetition_penalty": 1.1,
     "presence_penalty": 0.5,
@@ -61,7 +54,7 @@ ADJUSTED = {
 WORDS = Grammar.regex("[a-z ]{9,}")
 BLOCK = {**WARM, "verification": "block"}
 RATIO = {**TOP_P, "verification": "rejection"}
-EVERYTHING = {**FILTERS, **ADJUSTED, "top_logprobs": 5, "verification": "block"}
+EVERYTHING = {**FILTERED, **ADJUSTED, "top_logprobs": 5, "verification": "block"}
 
 #: Options of the rows, in turn, and how many times too much may be planned.
 MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
@@ -71,7 +64,7 @@ MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
     "min_p": ([{**WARM, "min_p": 0.01}], 1.5),
     "top_k": ([{**WARM, "top_k": 20}], 1.5),
     "xtc": ([XTC], 1.6),
-    "filters": ([FILTERS], 2),
+    "filters": ([FILTERED], 2),
     "many top_p": ([{**WARM, "top_p": 0.9 + i / 100} for i in range(5)], 1.75),
     "a filter a row": ([TOP_P, {**WARM, "min_p": 0.01}, XTC, WARM, {}], 1.6),
     "bias": ([{"logit_bias": {3: 1.0}}], 1.75),
@@ -126,7 +119,8 @@ def test_what_choosing_holds_is_counted(
     if (k, dtype) == (3, mx.float32):
         assert planned - plan.weight_bytes <= most * (peak - plan.weight_bytes)
         if mix not in ("greedy", "bias", "min_tokens", "grammar", "logprobs"):
-            assert plan.peak([replace(r, choosing=GREEDY) for r in rows]) < peak
+            greedy = [SamplingParams(max_tokens=r.params.max_tokens) for r in rows]
+            assert plan.peak([RowNeeds(16, params) for params in greedy]) < peak
 
 
 @pytest.mark.parametrize("slice_bytes", [SCORED_BYTES, 1 << 18])
@@ -148,51 +142,45 @@ def test_scores_of_prompts_are_counted(
     runs = [measure(target, None, config, requests) for _ in range(4)]
     peak, plan = max(runs, key=lambda run: run[0])
     rows = fullest(requests, 2)
-    assert plan.peak([replace(row, scored=False) for row in rows]) < peak
+    unscored = replace(params, prompt_logprobs=None)
+    assert plan.peak([replace(row, params=unscored) for row in rows]) < peak
     assert peak <= plan.peak(rows)
 
 
-@pytest.mark.parametrize("name", sorted(COPIES))
-def test_every_step_costs(name: str) -> None:
-    assert choosing_bytes([Choosing()] * 2, 3, 1000) == 0
-    each, one = COPIES[name]
-    expected = 2 * 4 * 1000 * (4 * each + one)
-    assert (
-        choosing_bytes([Choosing(frozenset({name})), Choosing()], 3, 1000) == expected
-    )
+def row_of(**options: Any) -> RowNeeds:
+    return RowNeeds(1, SamplingParams(**options))
 
 
-def test_a_filter_costs_for_its_own_rows() -> None:
-    one = 4 * 1000 * 2
+def test_a_step_costs_for_all_rows_and_a_filter_for_its_own() -> None:
+    """Rows with other settings are taken out and put back, which holds all of them."""
+    logits, plain = 4 * 1000, row_of()
+    assert choosing_bytes([plain] * 2, 3, 1000) == 0
+    biased = row_of(logit_bias={3: 1.0})
+    _, each, one = STEPS["logit_bias"]
+    assert choosing_bytes([biased, plain], 3, 1000) == 2 * logits * (4 * each + one)
 
-    def cost(*filters: float | None) -> int:
-        rows = [
-            Choosing(filter=frozenset([("top_p", f)] if f is not None else []))
-            for f in filters
-        ]
-        return choosing_bytes(rows, 1, 1000)
+    def cost(*top_ps: float) -> int:
+        rows = [row_of(**WARM, top_p=top_p) for top_p in top_ps]
+        noise = 2 * STEPS["noise"][1]
+        return choosing_bytes(rows, 1, 1000) // (2 * logits) - noise
 
-    assert cost(0.5, 0.5) == 2 * COPIES["top_p"][0] * one
-    assert cost(0.5, 0.6) == cost(0.5, 0.5) + 2 * APART[0] * one
-    assert cost(0.5, None) == (COPIES["top_p"][0] + 2 * APART[0]) * one
+    each = FILTERS["top_p"][1]
+    assert cost(0.5, 0.5) == 2 * each
+    assert cost(0.5, 0.6) == 2 * (each + APART)
+    assert cost(0.5, 1.0) == each + 2 * APART
 
 
 def test_requests_name_what_they_use() -> None:
     """Each option, and nothing where it has no effect."""
-
-    def steps(**options: Any) -> Choosing:
-        return row_needs(1, SamplingParams(**options)).choosing
-
-    assert steps() == Choosing()
-    assert steps(verification="block") == Choosing()
-    assert steps(repetition_penalty=1.0, presence_penalty=0.0) == Choosing()
-    apart = {"top_p", "min_p", "xtc", "top_k", "grammar"}
-    assert steps(**EVERYTHING).steps == set(COPIES) - apart
-    assert steps(grammar=WORDS).steps == {"grammar"}
-    assert {name for name, _ in steps(**EVERYTHING).filter} == {
-        "top_p",
-        "min_p",
-        "xtc",
-        "top_k",
-    }
-    assert steps(**TOP_P) != steps(**{**TOP_P, "top_p": 0.8})
+    for options in (
+        {},
+        {"verification": "block"},
+        {"repetition_penalty": 1.0, "presence_penalty": 0.0},
+    ):
+        row = row_of(**options)
+        assert row.steps == row.filters == frozenset()
+    everything = row_of(**EVERYTHING)
+    assert everything.steps == set(STEPS) - {"grammar"}
+    assert {name for name, _ in everything.filters} == set(FILTERS)
+    assert row_of(grammar=WORDS).steps == {"grammar"}
+    assert row_of(**TOP_P).filters != row_of(**{**TOP_P, "top_p": 0.8}).filters

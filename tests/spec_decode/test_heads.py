@@ -17,10 +17,10 @@ from specdec import SpecDecoder, UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine import profiler
-from specdec.engine.admission import row_needs
 from specdec.engine.build import check_before_loading
 from specdec.engine.engine import Engine
 from specdec.engine.profiler import draft_length, measure_forwards
+from specdec.memory import RowNeeds
 from specdec.memory.planning import plan_memory
 from specdec.model_names import named_draft
 from specdec.models import LoadedModel
@@ -460,7 +460,7 @@ def test_memory_stays_within_the_plan(
         engine.add(Request(i, "", (5 + i,) * 150, params))
     while engine.busy:
         engine.step()
-    planned = plan.peak([row_needs(150, params)] * 4)
+    planned = plan.peak([RowNeeds(150, params)] * 4)
     assert planned / 3 < mx.get_peak_memory() - others < planned
 
 
