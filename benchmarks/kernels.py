@@ -137,7 +137,8 @@ def attention(
 ) -> None:
     """Attention of few queries with a mask (CUDA)."""
     require_runs(
-        all(decode_attention.proven(size, DTYPES[dtype]) for *_, size in HEADS), repeat
+        all(decode_attention.proven((size, DTYPES[dtype])) for *_, size in HEADS),
+        repeat,
     )
     raw = header_of("Attention of few queries")
     raw["microseconds"] = records = []
@@ -324,7 +325,9 @@ def packed(
     logging.basicConfig(level=logging.DEBUG)
     raw = header_of("Products with packed weights")
     kind = DTYPES[dtype]
-    raw["proven"] = packed_matmul.proven(kind, bits, group_size, eights=True)
+    raw["proven"] = packed_matmul.proven(
+        packed_matmul.Form(kind, bits, group_size, eights=True)
+    )
     print(f"proven: {raw['proven']}", file=sys.stderr)
     raw["microseconds"] = records = []
     products = {"mlx": by_mlx, "unpacked": unpacked, "kernel": by_kernel}

@@ -244,29 +244,38 @@ class CacheCore:
 
     # -- writing and reading ----------------------------------------------
 
-    def _limit(self) -> int | None:
-        limits = [n for n in (self.ring and self.ring.slots, self.max_length) if n]
-        return min(limits, default=None)
-
     def _slots_needed(self, length: int) -> int:
         """Slots for rows of up to ``length`` tokens."""
         return length if self.ring is None else min(length, self.ring.slots)
 
-    def _longest_after(self, num_tokens: int) -> int:
-        """Upper bound on the longest row once ``num_tokens`` are written."""
-        longest, ring = self._longest + num_tokens, self.ring
-        grows = self._slots_needed(longest) > max(self.capacity, 1)
+    def _capacity_for(self, longest: int, capacity: int | None = None) -> int:
+        """Slots to have for rows of up to ``longest`` tokens.
+
+        Args:
+            capacity: as many as there are now; ``None``: :attr:`capacity`.
+        """
+        capacity = self.capacity if capacity is None else capacity
+        needed = self._slots_needed(longest)
+        if needed <= capacity:
+            return capacity
+        limits = [n for n in (self.ring and self.ring.slots, self.max_length) if n]
+        return grown_capacity(needed, min(limits, default=None))
+
+    def _after(self, num_tokens: int) -> tuple[int, int, int]:
+        """What holds once ``num_tokens`` are written.
+
+        Returns:
+            An upper bound on the longest row, slots per row, and how many columns
+            attention reads.
+        """
+        longest, ring, capacity = self._longest + num_tokens, self.ring, self.capacity
+        grows = self._slots_needed(longest) > capacity
         if grows or (ring is not None and not ring.takes(num_tokens, longest)):
             # The bound is loose after per-sequence trims; look before growing, or
             # refusing what a short row can take.
             longest = self._measure_longest() + num_tokens
-        return longest
-
-    def _capacity_for(self, longest: int) -> int:
-        needed = self._slots_needed(longest)
-        if needed <= self.capacity:
-            return self.capacity
-        return grown_capacity(needed, self._limit())
+        capacity = self._capacity_for(longest, capacity)
+        return longest, capacity, self._extent(longest, capacity, num_tokens)
 
     def begin_like(self, other: CacheCore) -> None:
         """Let the first write allocate as many slots as ``other`` has.
@@ -312,26 +321,25 @@ class CacheCore:
                 f"{rows} rows were written to a cache of {self.batch_size}"
             )
         updates = self._storage.codec.encode(keys, values)
-        longest, capacity = self._make_room(num_tokens)
+        longest, capacity, extent = self._make_room(num_tokens)
         if self.empty():  # so all rows start in slot 0
             self._storage.write_first(updates, capacity)
         else:
             self._storage.write(updates, self._next_slots(num_tokens))
         self._advance(num_tokens, longest)
-        return self._read(self._extent(longest, capacity, num_tokens))
+        return self._read(extent)
 
-    def _make_room(self, num_tokens: int) -> tuple[int, int]:
-        """Grow for a write; the longest row after it, and slots per row.
+    def _make_room(self, num_tokens: int) -> tuple[int, int, int]:
+        """Grow for a write; return what :meth:`_after` does.
 
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
         """
-        longest = self._longest_after(num_tokens)
+        after = longest, capacity, _ = self._after(num_tokens)
         if self.ring is not None:
             self.ring.check(num_tokens, longest)
-        capacity = self._capacity_for(longest)
         self._storage.grow(capacity)
-        return longest, capacity
+        return after
 
     def _next_slots(self, num_tokens: int) -> mx.array:
         """Slots of the next ``num_tokens`` tokens of every row, (B, num_tokens)."""
@@ -440,8 +448,7 @@ class CacheCore:
             array is needed, what mlx-lm's caches return: ``None`` for one query that
             sees every column, ``"causal"`` for several.
         """
-        longest = self._longest_after(N)
-        extent = self._extent(longest, self._capacity_for(longest), N)
+        longest, _, extent = self._after(N)
         rules = self._rules_within(window_size, longest if extent == longest else None)
         # Exactly the rows' own columns, oldest first: no array needed.
         offset, layout, until = self.offset, self.layout, self._memo.until
@@ -494,7 +501,7 @@ class CacheCore:
         self._options["max_write"] = max_write
         if self.empty():
             return
-        capacity = grown_capacity(self._slots_needed(longest), self._limit())
+        capacity = self._capacity_for(max(longest, 1), 0)
         offset, layout = self.offset, ring.layout
 
         def sources() -> mx.array:
@@ -600,8 +607,7 @@ class CacheCore:
         unknown = self._lengths is not None or (self.empty() and not padded)
         if unknown or self._exact(num_tokens):
             return None
-        longest, capacity = self._make_room(num_tokens)
-        extent = self._extent(longest, capacity, num_tokens)
+        longest, capacity, extent = self._make_room(num_tokens)
         # A mask, or one of its rules, may be left out only where attention reads no
         # more than the rows hold.
         bound = longest if extent == longest else None

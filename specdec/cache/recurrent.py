@@ -292,7 +292,7 @@ class BatchRecurrentCache(BatchCache):
         self._settle()
         return super().arrays
 
-    def _capacity_for(self, longest: int) -> int:
+    def _capacity_for(self, longest: int, capacity: int | None = None) -> int:
         return 1
 
     # -- compiled forwards -----------------------------------------------------

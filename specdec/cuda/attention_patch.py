@@ -9,7 +9,7 @@ attention in another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -86,7 +86,7 @@ def take_few_queries(model: nn.Module) -> None:
         kind = _attending(module.__class__)
         if kind is None:
             continue
-        tried = [decode_attention.proven(*form) for form in _forms(module)]
+        tried = [decode_attention.proven(form) for form in _forms(module)]
         if any(tried):
             module.__class__ = kind
 
@@ -94,13 +94,12 @@ def take_few_queries(model: nn.Module) -> None:
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_few_queries` asks for: one for each form."""
     modules: list[tuple[str, Any]] = model.named_modules()
-    forms = dict.fromkeys(
+    return decode_attention.proven.of(
         form
         for _, module in modules
         if _attending(module.__class__) is not None
         for form in _forms(module)
     )
-    return [partial(decode_attention.proven, *form) for form in forms]
 
 
 def _forms(module: nn.Module) -> Iterable[tuple[int, mx.Dtype]]:

@@ -55,21 +55,7 @@ def commit(
     recent: mx.array,
     lengths: mx.array,
 ) -> tuple[mx.array, ...]:
-    """Compute what every row keeps of a round, and its state after the round.
-
-    Args:
-        inputs: the newest token, then the draft tokens, shape (B, k + 1).
-        chosen: the target's tokens, shape (B, k + 1), int32.
-        limit: most draft tokens that each row may keep, -1 for rows that have ended,
-            shape (B,), int32.
-        meant: draft tokens that each row has, shape (B,); ``None``: all.
-        recent: the newest tokens before the round, shape (B, W), int32.
-        lengths: tokens of every row before the round, shape (B,), int32.
-
-    Returns:
-        Tokens kept (B,); the limit (B,); tokens rejected (B,); the first two and
-        ``chosen`` packed (B, k + 3); ``recent`` and ``lengths`` after the round.
-    """
+    """What ``specdec.spec_decode.commit.commit`` computes, its reference."""
     rows, width = chosen.shape
     outputs: list[mx.array] = cuda_kernel("commit", _SETTLE, _INPUTS, _OUTPUTS)(
         inputs=[

@@ -13,7 +13,7 @@ verification) and however many columns are read after its last key.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from math import e, log2
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from . import decode_attention_source as text
 from .kernels import TYPES, cuda_kernel, tensor_cores
-from .proofs import holds
+from .proofs import Proofs, close
 
 # Limits of the kernel: up to MOST_TOKENS queries of a row (more are a prompt's), and
 # these sizes of heads. With 256 and 32 rows of 5 queries, 8192 keys take 1.3 times as
@@ -131,7 +131,7 @@ def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     _, heads, tokens, size = queries.shape
     return (
         0 < tokens <= MOST_TOKENS
-        and _proven.get((size, queries.dtype), False)
+        and proven.reached((size, queries.dtype))
         and keys.shape[2] > 0
         and keys.shape == values.shape
         and keys.shape[0] == queries.shape[0]
@@ -158,29 +158,20 @@ def _shown(mask: Any, queries: mx.array, keys: mx.array) -> bool:
     )
 
 
-# Head sizes and types for which the kernel was tried, and whether it is right for them.
-# Traced functions read this, because nothing can be tried in them.
-_proven: dict[tuple[int, mx.Dtype], bool] = {}
+Form = tuple[int, mx.Dtype]  # size of a head, and type
 
 
-def proven(size: int, dtype: mx.Dtype) -> bool:
-    """Whether the kernel runs correctly on this device for a head size and type.
-
-    The first call tries it, and must not be within a function that is traced.
-    """
-    if (size, dtype) not in _proven:
-        known = size in SIZES and dtype in TYPES
-        name = f"attention of {size} {TYPES.get(dtype)}"
-        _proven[size, dtype] = known and holds(name, partial(_agrees, size, dtype))
-    return _proven[size, dtype]
-
-
-def _agrees(size: int, dtype: mx.Dtype) -> bool:
+def _agrees(form: Form) -> bool:
     """Whether the kernel computes what MLX does, with few keys and with many."""
-    return all(_agrees_on(size, columns, dtype) for columns in (150, SPAN + 100))
+    return all(_agrees_on(columns, *form) for columns in (150, SPAN + 100))
 
 
-def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> bool:
+proven = Proofs[Form](
+    "attention", _agrees, lambda form: form[0] in SIZES and form[1] in TYPES
+)
+
+
+def _agrees_on(columns: int, size: int, dtype: mx.Dtype) -> bool:
     shapes = [(2, 6, 3, size), (2, 2, columns, size), (2, 2, columns, size)]
     q, k, v = (
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
@@ -194,10 +185,5 @@ def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> bool:
         exact = mx.fast.scaled_dot_product_attention(
             *(x.astype(mx.float32) for x in (q, k, v)), scale=scale, mask=seen
         )
-    for mask in (added, seen):
-        attended = attention(q, k, v, scale, mask).astype(mx.float32)
-        # Compared this way round, NaN is no agreement.
-        off = mx.abs(attended - exact).max()
-        if not (off <= 0.02 * mx.abs(exact).max()).item():
-            return False
-    return True
+    masks = added, seen
+    return all(close(attention(q, k, v, scale, m), exact, 0.02) for m in masks)

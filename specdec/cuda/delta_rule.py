@@ -11,7 +11,8 @@ Every token's arithmetic is the same whatever else is in a launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,7 +22,8 @@ from mlx_lm.models import gated_delta
 from .attention_patch import calling_instead
 from .gated_delta_source import HEADER
 from .kernels import cuda_kernel
-from .proofs import holds
+from .modules import modules_of
+from .proofs import Proofs, close
 
 # As in :mod:`.gated_delta`: threads that share rows of the state, these rows, and
 # tokens that a block takes at a time.
@@ -223,7 +225,7 @@ def update(
     form = Form(q.dtype, b.dtype, q.shape[-1], v.shape[-1], a.ndim > 3)
     fits = k.dtype == v.dtype == q.dtype and q.size > 0
     fits = fits and (state is None or state.dtype == mx.float32)
-    if not use_kernel or not fits or not _proven.get(form, False):
+    if not use_kernel or not fits or not proven.reached(form):
         usual: tuple[mx.array, mx.array] = _USUAL(
             q, k, v, a, b, A_log, dt_bias, state, mask,
             use_kernel=use_kernel,
@@ -255,9 +257,7 @@ def take_delta_rules(model: nn.Module) -> None:
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_delta_rules` asks for."""
-    return [
-        partial(proven, form) for form in dict.fromkeys(f for _, f in _layers(model))
-    ]
+    return proven.of(form for _, form in _layers(model))
 
 
 def _updating(kind: type) -> Any:
@@ -267,8 +267,7 @@ def _updating(kind: type) -> Any:
 
 def _layers(model: nn.Module) -> Iterator[tuple[Any, Form]]:
     """The model's layers with a delta rule, and the forms of their calls."""
-    modules: list[tuple[str, Any]] = model.named_modules()
-    for _, layer in modules:
+    for _, layer in modules_of(model):
         name = type(layer).__module__.rpartition(".")[2]
         if name in _MODULES and _updating(type(layer)) is not None:
             yield layer, _form_of(layer, name)
@@ -283,21 +282,6 @@ def _form_of(layer: Any, module: str) -> Form:
     dtype = convolution.get("conv", convolution)["weight"].dtype
     beta = mx.float32 if module == "bailing_moe_v3" else dtype
     return Form(dtype, beta, layer.head_dim, layer.head_dim, True)
-
-
-# Traced functions read this, because nothing can be tried in them.
-_proven: dict[Form, bool] = {}
-
-
-def proven(form: Form) -> bool:
-    """Whether the kernel runs correctly on this device for a form.
-
-    The first call tries it, and must not be within a function that is traced.
-    """
-    if form not in _proven:
-        name = f"delta rule {form}"
-        _proven[form] = form.known and holds(name, partial(_agrees, form))
-    return _proven[form]
 
 
 def drawn(form: Form, rows: int, tokens: int, key_heads: int = 1) -> Inputs:
@@ -330,11 +314,12 @@ def _agrees(form: Form) -> bool:
             mx.eval(y, after)
         ours = scan(inputs, each)
         for output, exact in zip(ours, (y, after), strict=True):
-            off = mx.abs(output.astype(mx.float32) - exact).max()
-            # Compared this way round, NaN is no agreement.
-            if not (off <= most * mx.abs(exact).max()).item():
+            if not close(output, exact, most):
                 return False
     return True
+
+
+proven = Proofs("delta rule", _agrees, attrgetter("known"))
 
 
 def looped(inputs: Inputs, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:

@@ -12,7 +12,7 @@ A token's result does not depend on the tokens beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,9 +21,9 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from . import packed_matmul
 from .kernels import TYPES, cuda_kernel
-from .modules import Derived
+from .modules import derived, modules_of
 from .packed_matmul import Kind
-from .proofs import holds
+from .proofs import Proofs, close
 
 #: The most experts: a thread of a warp holds the scores of each 32nd.
 MOST_EXPERTS = 1024
@@ -211,7 +211,7 @@ class _FewLaunches:
             or block.training
             or not x.size
             or x.dtype != form.product.dtype
-            or not _proven.get(form, False)
+            or not proven.reached(form)
         ):
             usual: Any = super()
             computed: mx.array = usual.__call__(x)
@@ -264,12 +264,6 @@ _BLOCKS = {
 }
 
 
-@cache
-def _with_few_launches(kind: Any) -> Any:
-    also = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return Derived(kind.__name__, (_FewLaunches, kind), also)
-
-
 def form_of(block: Any) -> Form | None:
     """The form of a block of experts; ``None``: the kernels do not support it."""
     experts = block.switch_mlp
@@ -305,9 +299,6 @@ def _kind(layer: Any) -> Kind | None:
     return None if kind is None else kind._replace(experts=False)
 
 
-_proven: dict[Form, bool] = {}
-
-
 def take_few_launches(model: nn.Module) -> None:
     """Let the kernels compute the model's blocks of experts, in place.
 
@@ -316,14 +307,12 @@ def take_few_launches(model: nn.Module) -> None:
     for block in _blocks(model):
         form = form_of(block)
         if form is not None and proven(form):
-            kind: Any = type(block)
-            block.__class__ = _with_few_launches(kind)
+            block.__class__ = derived(_FewLaunches, type(block))
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_few_launches` asks for."""
-    forms = dict.fromkeys(map(form_of, _blocks(model)))
-    return [partial(proven, form) for form in forms if form is not None]
+    return proven.of(map(form_of, _blocks(model)))
 
 
 def layers_within(model: nn.Module) -> list[Any]:
@@ -331,27 +320,20 @@ def layers_within(model: nn.Module) -> list[Any]:
     return [
         layer
         for block in _blocks(model, also_taken=True)
-        if (form := form_of(block)) is not None and _proven.get(form, True)
+        if (form := form_of(block)) is not None and proven.verdicts.get(form, True)
         for layer in block.switch_mlp.values()
     ]
 
 
 def _blocks(model: nn.Module, *, also_taken: bool = False) -> Iterator[Any]:
-    modules: list[tuple[str, Any]] = model.named_modules()
-    for _, module in modules:
+    for _, module in modules_of(model):
         known = (type(module).__module__, type(module).__name__) in _BLOCKS
         if known and (also_taken or not isinstance(module, _FewLaunches)):
             yield module
 
 
-def proven(form: Form) -> bool:
-    """Whether the kernels run on this device, and compute what they should.
-
-    The first call tries them, and must not be within a function that is traced.
-    """
-    if form not in _proven:
-        _proven[form] = holds(f"experts {form}", partial(_agrees, form))
-    return _proven[form]
+# How far results may be off, as a share of the largest.
+MOST = 0.02
 
 
 def _agrees(form: Form) -> bool:
@@ -367,14 +349,14 @@ def _agrees(form: Form) -> bool:
     with mx.stream(mx.cpu):
         gates = mx.softmax(logits.astype(mx.float32), axis=-1)
         best = mx.sort(gates, axis=-1)[:, -used:]
-        if not _close(mx.take_along_axis(gates, chosen, axis=-1), best):
+        if not close(mx.take_along_axis(gates, chosen, axis=-1), best, MOST):
             return False
         if form.normed:
             best = best / best.sum(axis=-1, keepdims=True)
         if form.shared:
             last = mx.sigmoid(shared.astype(mx.float32))
             best = mx.concatenate([best, last], axis=-1)
-        if not _close(scores, best):
+        if not close(scores, best, MOST):
             return False
     # The products depend on the number of experts only by their grid.
     experts, columns = 3, 72
@@ -416,14 +398,11 @@ def _agrees(form: Form) -> bool:
                 shared=alone,
                 wide=many,
             )
-            if not _close(y, exact):
+            if not close(y, exact, MOST):
                 return False
     with mx.stream(mx.cpu):
         exact = (y.astype(mx.float32) * scores[..., None, None]).sum(axis=1).squeeze(1)
-    return _close(weighted_sum(form, y, scores), exact)
+    return close(weighted_sum(form, y, scores), exact, MOST)
 
 
-def _close(ours: mx.array, exact: mx.array) -> bool:
-    # Compared this way round, NaN is no agreement.
-    off = mx.abs(ours.astype(mx.float32) - exact).max()
-    return bool((off <= 0.02 * mx.abs(exact).max()).item())
+proven = Proofs("experts", _agrees)

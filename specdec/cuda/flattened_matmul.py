@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import packed_matmul
-from .modules import change_kinds, leaves_of
+from .modules import change_kinds, leaves_of, modules_of
 
 
 class FlattenedLinear(nn.QuantizedLinear):
@@ -76,9 +76,8 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 def slow_pairs(model: nn.Module) -> bool:
     """Whether two tokens take longer than one, as MLX's packed products do."""
-    modules: list[tuple[str, Any]] = model.named_modules()
     return any(
         isinstance(layer, FlattenedLinear | FlattenedEmbedding)
         and not packed_matmul.tried(layer)
-        for _, layer in modules
+        for _, layer in modules_of(model)
     )

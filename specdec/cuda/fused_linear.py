@@ -32,7 +32,7 @@ from .expert_matmul import (
     UnsortedSwitchGLU,
 )
 from .flattened_matmul import FlattenedEmbedding, FlattenedLinear
-from .modules import as_kind, leaves_of
+from .modules import as_kind, leaves_of, modules_of
 from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
 
 logger = logging.getLogger(__name__)
@@ -242,8 +242,7 @@ def separated(model: nn.Module) -> nn.Module:
     """A second model with the same arrays and mlx-lm's own layers."""
     twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     usual_calls(twin)
-    modules: list[tuple[str, Any]] = twin.named_modules()
-    for path, layer in modules:
+    for path, layer in modules_of(twin):
         kind = _PLAIN.get(type(layer)) or getattr(type(layer), "plain", None)
         if kind is not None:
             alone = as_kind(layer, kind)
@@ -257,8 +256,7 @@ def _groups(
     model: nn.Module, kinds: Collection[type]
 ) -> Iterator[tuple[Any, Sequence[str], list[Any]]]:
     """Groups of layers that can be joined: module, names and layers."""
-    modules: list[tuple[str, Any]] = model.named_modules()
-    for _, module in modules:
+    for _, module in modules_of(model):
         for names in getattr(module, "siblings", SIBLINGS):
             layers = [module.get(name) for name in names]
             if _alike(layers, kinds):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,7 +26,8 @@ from mlx_lm.models.activations import precise_swiglu
 
 from . import gated_delta_source as text
 from .kernels import cuda_kernel
-from .proofs import holds, unfused
+from .modules import modules_of
+from .proofs import Proofs, close, unfused
 from .to_metal import in_metal, metal_kernel, translated
 
 # Limits of the kernel: heads up to these sizes. Each
@@ -86,11 +88,6 @@ class Form:
         if self.grouped:
             return (self.channels + wide,) * 2 + (2 * self.value_heads,) * 2
         return self.channels, wide, self.value_heads, self.value_heads
-
-    @property
-    def name(self) -> str:
-        """A name for verdicts."""
-        return f"gated delta {self}"
 
     @property
     def known(self) -> bool:
@@ -387,10 +384,6 @@ def projected(layer: Any, hidden: mx.array) -> Inputs:
     )
 
 
-# Traced functions read this, because nothing can be tried in them.
-_proven: dict[Form, bool] = {}
-
-
 def takes(form: Form | None, hidden: mx.array, tokens: int) -> bool:
     """Whether ``tokens`` tokens of every row are left to :func:`scan`.
 
@@ -400,34 +393,17 @@ def takes(form: Form | None, hidden: mx.array, tokens: int) -> bool:
         return False
     return (
         form is not None
-        and _proven.get(form, False)
+        and proven.reached(form)
         and 0 < tokens <= MOST_INPUTS // form.channels
         and hidden.dtype == form.dtype
     )
 
 
-def proven(form: Form) -> bool:
-    """Whether the kernel runs correctly on this device for a form.
-
-    The first call tries it, and must not be within a function that is traced.
-    """
-    if form not in _proven:
-        _proven[form] = form.known and holds(form.name, partial(_agrees, form))
-    return _proven[form]
-
-
-def settle(form: Form, right: bool) -> None:
-    """Take a verdict that was reached elsewhere."""
-    _proven[form] = right
-
-
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """A proof for each form of layers that the model has."""
-    modules: list[tuple[str, Any]] = model.named_modules()
-    forms = dict.fromkeys(
-        form_of(module) for _, module in modules if is_layer(type(module))
+    return proven.of(
+        form_of(module) for _, module in modules_of(model) if is_layer(type(module))
     )
-    return [partial(proven, form) for form in forms if form is not None]
 
 
 def drawn(
@@ -483,6 +459,9 @@ def _agrees(form: Form) -> bool:
     )
 
 
+proven = Proofs("gated delta", _agrees, attrgetter("known"))
+
+
 def alike(form: Form, found: Found, wanted: Found, *, log: bool = True) -> bool:
     """Whether two results differ by no more than their numbers' rounding.
 
@@ -492,10 +471,4 @@ def alike(form: Form, found: Found, wanted: Found, *, log: bool = True) -> bool:
     most = 1e-4 if form.dtype == mx.float32 else 0.03
     logs = [(*each.log,) if log else () for each in (found, wanted)]
     both = zip((*found[:3], *logs[0]), (*wanted[:3], *logs[1]), strict=True)
-    for one, other in both:
-        exact = other.astype(mx.float32)
-        off = mx.abs(one.astype(mx.float32) - exact).max()
-        # Compared this way round, NaN is no agreement.
-        if not (off <= most * mx.abs(exact).max()).item():
-            return False
-    return True
+    return all(close(one, other, most) for one, other in both)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import mlx.nn as nn
@@ -25,6 +26,19 @@ def _pickled(kind: type) -> tuple[Any, ...]:
 
 
 copyreg.pickle(Derived, _pickled)
+
+
+@cache
+def derived(mixin: type, kind: Any) -> Any:
+    """A class of mlx-lm's, after ``mixin``."""
+    also = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return Derived(kind.__name__, (mixin, kind), also)
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """A model's modules, the model itself included, and their paths."""
+    modules: Any = model.named_modules()
+    return list(modules)
 
 
 def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
@@ -53,8 +67,7 @@ def change_kinds(
         kinds: the class to give, by the exact class that a module has.
         suits: whether to change a module.
     """
-    modules: list[tuple[str, Any]] = model.named_modules()
-    for path, layer in modules:
+    for path, layer in modules_of(model):
         kind = kinds.get(type(layer))
         if kind is not None and suits(layer):
             model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))

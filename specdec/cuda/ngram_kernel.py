@@ -97,20 +97,7 @@ def search(
     max_ngram: int,
     min_ngram: int,
 ) -> tuple[mx.array, mx.array]:
-    """The tokens after each row's longest match, the newest of equally long ones.
-
-    Args:
-        ring: the rows' rings, shape (B, capacity), int32; the newest token may be
-            missing.
-        lengths: tokens of each row, shape (B,), int32.
-        recent: the newest tokens of each row, shape (B, R), int32.
-        k: how many tokens to look up.
-        max_ngram, min_ngram: most and fewest tokens of a match.
-
-    Returns:
-        The newest token of each row, then the ``k`` tokens, shape (B, k + 1), 0 where
-        there is no match; and how many were found, k or 0, shape (B,).
-    """
+    """What ``specdec.spec_decode.ngram_search.search`` computes, its reference."""
     rows = ring.shape[0]
     names = ("ring", "lengths", "recent", "numbers")
     outputs = ("inputs", "found_lengths")
@@ -132,13 +119,7 @@ def keep(
     chosen: mx.array,
     kept: mx.array,
 ) -> mx.array:
-    """``ring`` with the newest token and the tokens kept after it.
-
-    Args:
-        ring, lengths, recent: as for :func:`search`, before the round.
-        chosen: tokens of the round, shape (B, S), int32.
-        kept: how many of them each row keeps, shape (B,), int32.
-    """
+    """What ``specdec.spec_decode.ngram_search.keep`` computes, its reference."""
     names = ("ring", "lengths", "recent", "chosen", "kept")
     written: mx.array = cuda_kernel("lookup_keep", _KEEP, names, ("out",))(
         inputs=[ring, lengths, recent, chosen, kept],

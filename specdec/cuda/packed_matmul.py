@@ -33,7 +33,7 @@ from .kernels import (
     tensor_cores,
     whole_shape,
 )
-from .proofs import holds
+from .proofs import Proofs, close
 
 #: What the kernel supports: bits of a number, and numbers that share a scale.
 BITS, GROUPS = (4, 8), (32, 64, 128)
@@ -379,11 +379,6 @@ class Kind(NamedTuple):
         return Form(self.dtype, self.bits, self.group_size, eights, self.experts)
 
 
-# Forms for which the kernels were tried, and whether they are right for them. Traced
-# functions read this, because nothing can be tried in them.
-_proven: dict[Form, bool] = {}
-
-
 def computes(layer: Any, x: mx.array) -> bool:
     """Whether :func:`of_layer` is to compute the layer's product with x (..., K).
 
@@ -397,14 +392,14 @@ def computes(layer: Any, x: mx.array) -> bool:
         and (x.size > kind.length or _alone(kind))
         and x.dtype == kind.dtype
         and x.shape[-1] == kind.length
-        and _proven.get(kind.form, False)
+        and proven.reached(kind.form)
     )
 
 
 def known(layer: Any) -> bool:
     """Whether a kernel has been found right for a quantized layer."""
     kind = Kind.of(layer)
-    return kind is not None and _proven.get(kind.form, False)
+    return kind is not None and proven.reached(kind.form)
 
 
 def computes_experts(layer: Any, x: mx.array, indices: mx.array) -> bool:
@@ -420,7 +415,7 @@ def computes_experts(layer: Any, x: mx.array, indices: mx.array) -> bool:
         and x.shape[:-2] in (shape, (*shape[:-1], 1))
         and x.dtype == kind.dtype
         and x.shape[-1] == kind.length
-        and _proven.get(kind.form, False)
+        and proven.reached(kind.form)
     )
 
 
@@ -443,7 +438,7 @@ def choose(layers: Sequence[Any]) -> None:
     its kernel takes half a minute. Of many rows, the kernel is timed beside unpacking.
     """
     kind = Kind.of(layers[0])
-    if kind is None or not _proven.get(kind.form, False):
+    if kind is None or not proven.reached(kind.form):
         return
     some = layers[: choices.MATRICES]
 
@@ -479,34 +474,15 @@ def choose(layers: Sequence[Any]) -> None:
             compare(("packed rows", rows), rows, _unpacked, usual=rows <= MOST_ROWS)
 
 
-def proven(
-    dtype: mx.Dtype, bits: int, group_size: int, eights: bool, experts: bool = False
-) -> bool:
-    """Whether the kernels run on this device, and compute what they should.
-
-    The first call tries them, and must not be within a function that is traced.
-    """
-    form = Form(dtype, bits, group_size, eights, experts)
-    if form not in _proven:
-        known = dtype in TYPES and bits in BITS and group_size in GROUPS
-        name = f"packed {bits} bits by {group_size} {TYPES.get(dtype)}"
-        name += (" in eights" if eights else "") + (" with experts" if experts else "")
-        agree = _experts_agree if experts else _agree
-        _proven[form] = known and holds(name, partial(agree, form))
-    return _proven[form]
-
-
 def proofs_of(layers: Iterable[Any]) -> list[Callable[[], bool]]:
     """The proofs that :func:`tried` asks for: one for each form of packed weights."""
-    kinds = map(Kind.of, layers)
-    forms = dict.fromkeys(kind.form for kind in kinds if kind is not None)
-    return [partial(proven, *form) for form in forms]
+    return proven.of(kind and kind.form for kind in map(Kind.of, layers))
 
 
 def tried(layer: Any) -> bool:
     """Whether the kernel computes a quantized layer's products; it is tried here."""
     kind = Kind.of(layer)
-    return kind is not None and proven(*kind.form)
+    return kind is not None and proven(kind.form)
 
 
 def _agree(form: Form) -> bool:
@@ -516,6 +492,8 @@ def _agree(form: Form) -> bool:
     among blocks and not, with and without a bias, whole and in parts, and for an array
     that begins where 16 bytes cannot be loaded at once.
     """
+    if form.experts:
+        return _experts_agree(form)
     return all(
         _agrees(columns, rows, pieces, form)
         for (columns, pieces), rows in product_of(_SIZES, (0, 1, 5, 20))
@@ -553,13 +531,7 @@ def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
         (whole[0], exact),
         (mx.concatenate(parts, axis=-1), exact + bias.astype(mx.float32)),
     )
-    # Compared this way round, NaN is no agreement.
-    return all(
-        (
-            mx.abs(found.astype(mx.float32) - right).max() <= 0.01 * mx.abs(right).max()
-        ).item()
-        for found, right in both
-    )
+    return all(close(found, right, 0.01) for found, right in both)
 
 
 def _experts_agree(form: Form) -> bool:
@@ -587,7 +559,13 @@ def _experts_agree(form: Form) -> bool:
             )
             with mx.stream(mx.cpu):  # where indexing is compiled already
                 exact = rows.astype(mx.float32) @ matrices[some].swapaxes(-1, -2)
-            off = mx.abs(ours.astype(mx.float32) - exact).max()
-            if not (off <= 0.01 * mx.abs(exact).max()).item():
+            if not close(ours, exact, 0.01):
                 return False
     return True
+
+
+proven = Proofs[Form](
+    "packed",
+    _agree,
+    lambda f: f.dtype in TYPES and f.bits in BITS and f.group_size in GROUPS,
+)

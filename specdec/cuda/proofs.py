@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -67,6 +67,62 @@ def holds(name: str, check: Callable[[], bool]) -> bool:
     else:
         _report(name, why)
     return right
+
+
+Form = TypeVar("Form", bound=Hashable)
+
+
+class Proofs(Generic[Form]):
+    """Whether a kernel is right on this device, by the form that it is compiled for.
+
+    Args:
+        name: of the kernel.
+        agrees: compares the kernel with its reference.
+        supports: whether there is such a kernel.
+
+    Attributes:
+        verdicts: of the forms that were tried.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        agrees: Callable[[Form], bool],
+        supports: Callable[[Form], bool] = lambda form: True,
+    ):
+        self._name, self._agrees, self._supports = name, agrees, supports
+        self.verdicts: dict[Form, bool] = {}
+
+    def __call__(self, form: Form) -> bool:
+        """Whether the kernel runs, and computes what it should.
+
+        The first call tries it, and must not be within a function that is traced.
+        """
+        if form not in self.verdicts:
+            check = partial(self._agrees, form)
+            supported = self._supports(form)
+            self.verdicts[form] = supported and holds(self.named(form), check)
+        return self.verdicts[form]
+
+    def named(self, form: Form) -> str:
+        """The name under which a verdict is kept."""
+        return f"{self._name} {form}"
+
+    def reached(self, form: Form) -> bool:
+        """Whether it was found right; in functions that are traced, too."""
+        return self.verdicts.get(form, False)
+
+    def of(self, forms: Iterable[Form | None]) -> list[Callable[[], bool]]:
+        """Calls that try each of the forms."""
+        return [partial(self, f) for f in dict.fromkeys(forms) if f is not None]
+
+
+def close(ours: mx.array, exact: mx.array, most: float) -> bool:
+    """Whether no number is off by more than a share of the largest one."""
+    exact = exact.astype(mx.float32)
+    off = mx.abs(ours.astype(mx.float32) - exact).max()
+    # Compared this way round, NaN is no agreement.
+    return bool((off <= most * mx.abs(exact).max()).item())
 
 
 @contextmanager

@@ -9,8 +9,9 @@ A token's queries and keys do not depend on what is beside them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from math import log2
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,8 +19,8 @@ import mlx.nn as nn
 
 from .attention_patch import attend
 from .kernels import TYPES, cuda_kernel
-from .modules import Derived
-from .proofs import holds
+from .modules import derived, modules_of
+from .proofs import Proofs, close
 
 # Attention modules by name, so that only models that have them import their modules.
 _KINDS = {
@@ -179,7 +180,7 @@ class _OneKernel:
             or not isinstance(offset, mx.array)
             or offset.shape != x.shape[:1]
             or not x.size
-            or not _proven.get(form, False)
+            or not proven.reached(form)
         ):
             usual: Any = super()
             computed: mx.array = usual.__call__(x, mask, cache)
@@ -202,12 +203,6 @@ class _OneKernel:
             output = output * mx.sigmoid(gate.reshape(rows, tokens, -1))
         projected: mx.array = layer.o_proj(output)
         return projected
-
-
-@cache
-def _with_one_kernel(kind: Any) -> Any:
-    also = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return Derived(kind.__name__, (_OneKernel, kind), also)
 
 
 def form_of(layer: Any) -> Form | None:
@@ -236,37 +231,19 @@ def take_heads(model: nn.Module) -> None:
     for layer in _layers(model):
         form = form_of(layer)
         if form is not None and proven(form):
-            kind: Any = type(layer)
-            layer.__class__ = _with_one_kernel(kind)
+            layer.__class__ = derived(_OneKernel, type(layer))
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_heads` asks for."""
-    forms = dict.fromkeys(map(form_of, _layers(model)))
-    return [partial(proven, form) for form in forms if form is not None]
+    return proven.of(map(form_of, _layers(model)))
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    modules: list[tuple[str, Any]] = model.named_modules()
-    for _, module in modules:
+    for _, module in modules_of(model):
         known = (type(module).__module__, type(module).__name__) in _KINDS
         if known and not isinstance(module, _OneKernel):
             yield module
-
-
-# Traced functions read this, because nothing can be tried in them.
-_proven: dict[Form, bool] = {}
-
-
-def proven(form: Form) -> bool:
-    """Whether the kernel runs correctly on this device for a form.
-
-    The first call tries it, and must not be within a function that is traced.
-    """
-    if form not in _proven:
-        name = f"rotated heads {form}"
-        _proven[form] = form.known and holds(name, partial(_agrees, form))
-    return _proven[form]
 
 
 def _agrees(form: Form) -> bool:
@@ -292,8 +269,9 @@ def _agrees(form: Form) -> bool:
             scale=form.scale,
             offset=offset,
         )
-        off = mx.abs(ours.astype(mx.float32) - exact).max()
-        # Compared this way round, NaN is no agreement.
-        if not (off <= 0.02 * mx.abs(exact).max()).item():
+        if not close(ours, exact, 0.02):
             return False
     return True
+
+
+proven = Proofs("rotated heads", _agrees, attrgetter("known"))

@@ -30,7 +30,7 @@ from .kernels import (
     whole_shape,
 )
 from .modules import change_kinds, leaves_of
-from .proofs import holds
+from .proofs import Proofs, close
 
 # Limits of the kernel: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS rows, up
 # to MOST_WORK products of two numbers. Beyond them, on one H200, cuBLAS is faster, and
@@ -349,22 +349,17 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_few_rows` asks for: one for each type of weights."""
     layers = [layer for _, layer in leaves_of(model) if type(layer) in _SKINNY]
     types = {layer["weight"].dtype for layer in layers}
-    return [partial(proven, dtype) for dtype in TYPES if dtype in types]
+    return proven.of(dtype for dtype in TYPES if dtype in types)
 
 
-@cache
-def proven(dtype: mx.Dtype) -> bool:
-    """Whether the kernels for a type run on this device, and compute what MLX does.
+def _agree(dtype: mx.Dtype) -> bool:
+    """Whether the kernels for a type compute what MLX does.
 
     Every kernel that can be launched is tried: for matrices of either kind (see
     :func:`_warps`), whose rows are longer than all warps' first turn, each block (see
     :func:`_block`), with and without a bias, whole and in parts, and for an array that
     begins where 16 bytes cannot be loaded at once.
     """
-    return dtype in TYPES and holds(f"skinny {TYPES[dtype]}", partial(_agree, dtype))
-
-
-def _agree(dtype: mx.Dtype) -> bool:
     for columns, rows in product_of((40, 4 * 544), _HEIGHTS):
         for bias, offset in ((True, 0), (False, 4 if rows == _HEIGHTS[0] else 0)):
             if not _agrees(columns, rows, dtype, bias=bias, offset=offset):
@@ -372,6 +367,7 @@ def _agree(dtype: mx.Dtype) -> bool:
     return True
 
 
+proven = Proofs[mx.Dtype]("skinny", _agree, lambda dtype: dtype in TYPES)
 # Rows of x for which the blocks differ: from the narrowest to the widest, which needs
 # the most registers.
 _HEIGHTS = tuple(TILE * wide // 2 + 1 for wide in (1, 2, WIDEST))
@@ -397,6 +393,4 @@ def _agrees(
         exact = exact + added.astype(mx.float32)
     some = parts(x, w, added, (8, 11, columns))
     results = product(x, w, added), mx.concatenate(some, axis=-1)
-    off = (mx.abs(one.astype(mx.float32) - exact).max() for one in results)
-    # Compared this way round, NaN is no agreement.
-    return all((o <= 0.01 * mx.abs(exact).max()).item() for o in off)
+    return all(close(each, exact, 0.01) for each in results)

@@ -375,7 +375,7 @@ class MemoryPlan:
         most = min(length, self.quantized_kv_start - 1 + self._max_write)
         return max(now, sizes(most, dense=True), key=sum)
 
-    def _moment(self, name: str, parts: Mapping[str, int]) -> Moment:
+    def _moment(self, name: str, parts: dict[str, int]) -> Moment:
         weights = {f"{n} weights": m.weight_bytes for n, m in self._models.items()}
         return Moment(name, weights | parts)
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cuda.modules import as_kind
+from ..cuda.modules import as_kind, modules_of
 from ..errors import UnsupportedModelError
 
 # mlx-lm's modules in whose code the part that reads and writes text is a
@@ -36,9 +36,10 @@ _TEXT_MODELS = (
 
 def query_heads(model: nn.Module) -> int:
     """Query heads of the model's first attention layer; 1: none is known."""
-    modules: list[tuple[str, Any]] = model.named_modules()
     names = "n_heads", "num_heads", "num_attention_heads"
-    numbers = (vars(module).get(name) for _, module in modules for name in names)
+    numbers = (
+        vars(module).get(name) for _, module in modules_of(model) for name in names
+    )
     return next((n for n in numbers if isinstance(n, int) and n > 1), 1)
 
 

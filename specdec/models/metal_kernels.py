@@ -86,7 +86,7 @@ def _of_layer(form: Form, rows: Sequence[int] = ROWS) -> Subject:
     name = f"gated delta, {heads} of {form.key_size}, tokens"
     tokens = tuple(n for n in rows if n <= TOKENS)
     request = {"form": form_wire(form)}
-    return Subject(name, request, tokens, {(1, TOKENS): form.name})
+    return Subject(name, request, tokens, {(1, TOKENS): gated_delta.proven.named(form)})
 
 
 def matrices_of(model: nn.Module) -> Counter[Kind]:
@@ -236,7 +236,7 @@ def take_kernels(model: nn.Module) -> None:
         for kind in matrices_of(model):
             few_rows.rows_of[kind] = frozenset(_of_matrix(kind).used)
         for form in layers_of(model):
-            gated_delta.settle(form, bool(_of_layer(form).used))
+            gated_delta.proven.verdicts[form] = bool(_of_layer(form).used)
         for heads in attention_of(model):
             attention.tokens_of[heads] = frozenset(_of_attention(heads).used)
     rows_of: Any = few_rows.rows_of

@@ -32,7 +32,7 @@ from ..backend import defaults
 from ..cache import BatchCacheList, BatchRecurrentCache
 from ..cache.recurrent import Kept, Slots, Write, select
 from ..cuda import gated_delta
-from ..cuda.modules import as_kind
+from ..cuda.modules import as_kind, modules_of
 from .chunked_delta import gated_delta_chunks
 from .layers import calling
 
@@ -630,8 +630,7 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
 
 def twins_within(model: nn.Module) -> list[nn.Module]:
     """The twin modules within a model; none if no layer is recurrent."""
-    modules: list[tuple[str, nn.Module]] = model.named_modules()
-    return [module for _, module in modules if "_twin_of" in vars(module)]
+    return [module for _, module in modules_of(model) if "_twin_of" in vars(module)]
 
 
 def share_weights(twins: Iterable[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_unflatten
 
-from ..cuda.modules import as_kind, leaves_of
+from ..cuda.modules import as_kind, leaves_of, modules_of
 from ..errors import UnsupportedModelError
 from ..utils.printable import first_line
 from .layers import architecture_of
@@ -101,9 +101,8 @@ def _indivisible(name: str, size: int, why: str) -> UnsupportedModelError:
 
 def _attention_heads(model: nn.Module) -> str:
     """The number of a model's heads in words; empty: its configuration has none."""
-    modules: list[tuple[str, Any]] = model.named_modules()
     # For a model that also reads images, the text part's number.
-    for args in (vars(each).get("args") for _, each in modules):
+    for args in (vars(each).get("args") for _, each in modules_of(model)):
         heads = getattr(args, "num_attention_heads", None)
         if heads is not None:
             pairs = getattr(args, "num_key_value_heads", None) or heads
@@ -113,16 +112,14 @@ def _attention_heads(model: nn.Module) -> str:
 
 def _heads(model: nn.Module) -> list[tuple[Any, nn.Module]]:
     """The modules that have an output head, each with its head."""
-    modules: list[tuple[str, Any]] = model.named_modules()
-    return [(m, m["lm_head"]) for _, m in modules if "lm_head" in m]
+    return [(m, m["lm_head"]) for _, m in modules_of(model) if "lm_head" in m]
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
     """Whole numbers that modules hold, by the module's path and the attribute."""
-    modules: list[tuple[str, Any]] = model.named_modules()
     return {
         (path, key): number
-        for path, module in modules
+        for path, module in modules_of(model)
         for key, number in vars(module).items()
         if type(number) is int
     }

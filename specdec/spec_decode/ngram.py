@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -22,7 +23,7 @@ from ..utils.checks import require, require_int
 from . import ngram_search
 from .corpus import DEPTH, Continuation, Corpora, Corpus
 from .drafter import Drafter, DraftRows, Proposals, Round
-from .ngram_search import EMPTY, Lookup, ring_of
+from .ngram_search import EMPTY, ring_of
 from .rejection_sampler import Accepted
 from .vetting import ours
 
@@ -100,7 +101,8 @@ class NgramDrafter(Drafter):
             )
         self.options = options or NgramOptions()
         self.corpora = Corpora(self.options.corpus, _MOST_CLIENTS)
-        self.lookup: Lookup = ngram_search
+        # What has `search` and `keep`: the operations, or their kernels.
+        self.lookup: ModuleType = ngram_search
         if defaults().kernels:
             with kept_proofs():
                 if ngram_kernel.proven(ngram_search.search, ngram_search.keep):

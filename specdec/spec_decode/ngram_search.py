@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -160,29 +159,3 @@ def keep(
     """
     tokens = mx.concatenate([recent[:, -1:], chosen], axis=1)
     return write(ring, lengths - 1, tokens, kept + 1)
-
-
-class Lookup(Protocol):
-    """A module that has both, by operations or by kernels."""
-
-    def search(
-        self,
-        ring: mx.array,
-        lengths: mx.array,
-        recent: mx.array,
-        k: int,
-        *,
-        max_ngram: int,
-        min_ngram: int,
-    ) -> tuple[mx.array, mx.array]:
-        """See :func:`search`."""
-
-    def keep(
-        self,
-        ring: mx.array,
-        lengths: mx.array,
-        recent: mx.array,
-        chosen: mx.array,
-        kept: mx.array,
-    ) -> mx.array:
-        """See :func:`keep`."""

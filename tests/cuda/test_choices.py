@@ -128,7 +128,7 @@ def test_one_row_of_packed_weights_is_chosen_for(
 ) -> None:
     """Of a few rows ours is taken: MLX's would be compiled for half a minute."""
     form = packed_matmul.Form(BF16, 8, 64, eights=False)
-    monkeypatch.setattr(packed_matmul, "_proven", {form: True})
+    monkeypatch.setattr(packed_matmul.proven, "verdicts", {form: True})
     layer = packed(64, 128, 8)
     one, two = (mx.zeros((n, 128), BF16) for n in (1, 2))
     assert not packed_matmul.computes(layer, one)
@@ -166,7 +166,7 @@ def test_mlx_is_not_timed_where_it_compiles_another_kernel(
 ) -> None:
     """A load, or the first round, compiles MLX's kernel for half a minute."""
     form = packed_matmul.Form(BF16, 4, 64, eights=False)
-    monkeypatch.setattr(packed_matmul, "_proven", {form: True})
+    monkeypatch.setattr(packed_matmul.proven, "verdicts", {form: True})
     layer, timed = packed(16384 + 64, 64, 4), list[str]()
     monkeypatch.setattr(choices, "choose", lambda kind, *_, **__: timed.append(kind[0]))
     packed_matmul.choose([layer])

@@ -54,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return reference(q, k, v, scale, mask)
 
     monkeypatch.setattr(decode_attention, "attention", stand_in)
-    monkeypatch.setattr(decode_attention, "_proven", right((8, 16, 64)))
+    monkeypatch.setattr(decode_attention.proven, "verdicts", right((8, 16, 64)))
     monkeypatch.setattr(decode_attention, "SIZES", (8, 16, 64))
     return calls
 
@@ -141,13 +141,13 @@ class Tried:
     def __init__(self, patch: pytest.MonkeyPatch, wrong: int | None = None):
         self.sizes: list[int] = []
         self._wrong = wrong
-        patch.setattr(decode_attention, "_proven", {})
-        patch.setattr(decode_attention, "_agrees", self)
+        patch.setattr(decode_attention.proven, "verdicts", {})
+        patch.setattr(decode_attention.proven, "_agrees", self)
         patch.setattr(decode_attention, "SIZES", (8, 16, 64))
 
-    def __call__(self, size: int, dtype: mx.Dtype) -> bool:
-        self.sizes.append(size)
-        return size != self._wrong
+    def __call__(self, form: tuple[int, mx.Dtype]) -> bool:
+        self.sizes.append(form[0])
+        return form[0] != self._wrong
 
 
 def of_size(tiny_model: TinyModel, kind: str, size: int) -> nn.Module:
@@ -204,7 +204,7 @@ def test_nothing_is_tried_while_attention_is_traced(
     found = Tried(monkeypatch)
     assert not decode_attention.takes(**arrays())
     assert not found.sizes
-    assert decode_attention.proven(64, mx.bfloat16)
+    assert decode_attention.proven((64, mx.bfloat16))
     assert decode_attention.takes(**arrays())
     assert not decode_attention.takes(**arrays(dtype=mx.float16))
 
@@ -257,7 +257,9 @@ def arrays(**changes: Any) -> dict[str, Any]:
 def test_what_the_kernel_takes(
     changes: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_attention, "_proven", right(decode_attention.SIZES))
+    monkeypatch.setattr(
+        decode_attention.proven, "verdicts", right(decode_attention.SIZES)
+    )
     assert decode_attention.takes(**arrays(**changes)) is taken
 
 
@@ -290,7 +292,7 @@ def test_decoding_asks_for_it_and_says_the_same(
     # In float32 the stand-in rounds nothing, so that tokens are the same.
     for module in (decode_attention, attention_patch):
         monkeypatch.setattr(module, "TYPES", {mx.float32: "f32"})
-    monkeypatch.setattr(decode_attention, "_proven", {(8, mx.float32): True})
+    monkeypatch.setattr(decode_attention.proven, "verdicts", {(8, mx.float32): True})
     config = EngineConfig(batch_size=3, num_draft_tokens=2)
     prompts, params = [[1, 2, 3], [4, 5], [6] * 30], SamplingParams(max_tokens=20)
 
@@ -309,7 +311,7 @@ def test_decoding_asks_for_it_and_says_the_same(
 @pytest.mark.parametrize("size", decode_attention.SIZES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernel_is_proven(size: int, dtype: mx.Dtype) -> None:
-    assert decode_attention.proven(size, dtype)
+    assert decode_attention.proven((size, dtype))
 
 
 @needs_cuda

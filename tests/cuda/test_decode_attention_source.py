@@ -154,7 +154,7 @@ def test_a_scale_of_any_kind() -> None:
     ("size", "dtype"), [(64, mx.float16), (64, mx.bfloat16), (256, mx.bfloat16)]
 )
 def test_proven(size: int, dtype: mx.Dtype) -> None:
-    assert decode_attention._agrees(size, dtype)
+    assert decode_attention._agrees((size, dtype))
 
 
 def test_a_proof_compiles_the_kernels_that_models_use(
@@ -168,7 +168,7 @@ def test_a_proof_compiles_the_kernels_that_models_use(
         return kernel(dtype, mask, scale)
 
     monkeypatch.setattr(decode_attention, "_kernel", noted)
-    assert decode_attention._agrees(64, mx.bfloat16)
+    assert decode_attention._agrees((64, mx.bfloat16))
     # Width 128 in two heads; what else it is made of does not matter here.
     theirs = llama.Attention(llama.ModelArgs("llama", 128, 1, 8, 2, 1e-5, 8))
     assert set(asked) == {(mask, theirs.scale) for mask in ("added", "bool")}
@@ -179,9 +179,9 @@ def test_a_fault_with_one_size_leaves_the_others(
 ) -> None:
     old, new = "sum / all", "D == 128 ? 0.0f : sum / all"
     plant(monkeypatch, decode_attention_source, "SOURCE", old, new)
-    monkeypatch.setattr(decode_attention, "_proven", {})
-    assert decode_attention.proven(64, mx.bfloat16)
-    assert not decode_attention.proven(128, mx.bfloat16)
+    monkeypatch.setattr(decode_attention.proven, "verdicts", {})
+    assert decode_attention.proven((64, mx.bfloat16))
+    assert not decode_attention.proven((128, mx.bfloat16))
 
 
 @pytest.mark.parametrize("mask", ["bool", "added"])
@@ -194,7 +194,7 @@ def test_each_form_of_the_mask_is_tried(
     text = decode_attention_source.MASKS[mask]
     faulty = {**decode_attention_source.MASKS, mask: text + fault}
     monkeypatch.setattr(decode_attention_source, "MASKS", faulty)
-    assert not decode_attention._agrees(64, mx.bfloat16)
+    assert not decode_attention._agrees((64, mx.bfloat16))
 
 
 @pytest.mark.parametrize("size", [64, 128])

@@ -26,7 +26,7 @@ LENGTHS = (1, 15, 16, 17, 40)
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(delta_rule, "_proven", {})
+    monkeypatch.setattr(delta_rule.proven, "verdicts", {})
     yield from emulated(monkeypatch, delta_rule._kernel, kernels.cuda_kernel)
 
 
@@ -136,7 +136,7 @@ def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {form for _, form in delta_rule._layers(model)}
     assert forms
     monkeypatch.setattr(Form, "known", True)
-    monkeypatch.setattr(delta_rule, "_proven", dict.fromkeys(forms, True))
+    monkeypatch.setattr(delta_rule.proven, "verdicts", dict.fromkeys(forms, True))
     calls: list[Form] = []
 
     def counted(inputs: Inputs, mask: mx.array | None) -> tuple[mx.array, mx.array]:

@@ -25,8 +25,8 @@ KINDS = [Qwen3MoeSparseMoeBlock, Qwen3NextSparseMoeBlock]
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(packed_matmul, "_proven", {})
-    monkeypatch.setattr(expert_block, "_proven", {})
+    monkeypatch.setattr(packed_matmul.proven, "verdicts", {})
+    monkeypatch.setattr(expert_block.proven, "verdicts", {})
     yield from emulated(
         monkeypatch,
         packed_matmul._kernel,
@@ -120,11 +120,13 @@ def test_no_other_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not expert_matmul.proofs_of(model)
     expert_block.take_few_launches(model)
     expert_matmul.take_many_tokens(model)
-    assert not packed_matmul._proven
+    assert not packed_matmul.proven.verdicts
     assert agrees(model, hidden(1, 3))
     failed = block_of(KINDS[0])
     monkeypatch.setattr(
-        expert_block, "_proven", dict.fromkeys(expert_block._proven, False)
+        expert_block.proven,
+        "verdicts",
+        dict.fromkeys(expert_block.proven.verdicts, False),
     )
     assert len(expert_matmul.proofs_of(failed)) == 1
 

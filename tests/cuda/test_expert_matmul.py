@@ -156,7 +156,7 @@ def test_dense_pairs_of_few_are_not_said_to_be_sorted(
 @pytest.fixture
 def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = packed_matmul._kernel, packed_matmul._gathering, packed_matmul._expert_kernel
-    monkeypatch.setattr(packed_matmul, "_proven", {})
+    monkeypatch.setattr(packed_matmul.proven, "verdicts", {})
     yield from emulated(monkeypatch, *kept, kernels.cuda_kernel)
 
 

@@ -219,7 +219,7 @@ def test_a_verification_of_gated_delta_layers_launches_what_a_step_does(
     model = build("qwen3_5")
     layers = [gated_delta.form_of(layer) for _, layer in model.named_modules()]
     monkeypatch.setattr(gated_delta, "scan", scanned_at_once)
-    monkeypatch.setattr(gated_delta, "_proven", dict.fromkeys(layers, True))
+    monkeypatch.setattr(gated_delta.proven, "verdicts", dict.fromkeys(layers, True))
     config, backend = EngineConfig(), replace(LIKE_CUDA, pad_single_token=False)
     found = []
     for tokens in (1, 5):

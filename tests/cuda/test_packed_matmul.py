@@ -25,7 +25,7 @@ Packed = tuple[mx.array, ...]
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = packed_matmul._kernel, packed_matmul._gathering, packed_matmul._expert_kernel
-    monkeypatch.setattr(packed_matmul, "_proven", {})
+    monkeypatch.setattr(packed_matmul.proven, "verdicts", {})
     yield from emulated(monkeypatch, *kept, kernels.cuda_kernel)
 
 
@@ -199,7 +199,7 @@ def test_a_view_begins_anywhere(bits: int) -> None:
     ],
 )
 def test_proven(form: Form) -> None:
-    assert packed_matmul.proven(*form)
+    assert packed_matmul.proven(form)
 
 
 @needs_compiler

@@ -24,7 +24,7 @@ PART = Form(mx.float16, 3, 1, 256, 64, 1e-5, 0.25, 1e4)
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rotated_heads, "_proven", {})
+    monkeypatch.setattr(rotated_heads.proven, "verdicts", {})
     yield from emulated(monkeypatch, rotated_heads._kernel, kernels.cuda_kernel)
 
 
@@ -112,7 +112,7 @@ def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forms
     assert None not in forms
     right = tokens_of(model)
-    monkeypatch.setattr(rotated_heads, "_proven", dict.fromkeys(forms, True))
+    monkeypatch.setattr(rotated_heads.proven, "verdicts", dict.fromkeys(forms, True))
     # The kernel is for 16 bits; here its place is taken in float32.
     calls: list[Form] = []
 

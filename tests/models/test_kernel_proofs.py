@@ -125,8 +125,8 @@ def test_a_second_process_loads_a_model_without_a_trial(
     def agrees(name: str) -> Callable[..., bool]:
         return lambda *_, **__: tried.append(name) or True  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(skinny_matmul, "_agree", agrees("skinny"))
-    monkeypatch.setattr(decode_attention, "_agrees", agrees("attention"))
+    monkeypatch.setattr(skinny_matmul.proven, "_agrees", agrees("skinny"))
+    monkeypatch.setattr(decode_attention.proven, "_agrees", agrees("attention"))
     timed: list[float] = []
 
     def seconds(*_: object) -> float:
@@ -146,8 +146,8 @@ def test_a_second_process_loads_a_model_without_a_trial(
     for expected in (["skinny", "attention"], []):
         tried.clear()
         timed.clear()
-        skinny_matmul.proven.cache_clear()
-        monkeypatch.setattr(decode_attention, "_proven", {})
+        monkeypatch.setattr(skinny_matmul.proven, "verdicts", {})
+        monkeypatch.setattr(decode_attention.proven, "verdicts", {})
         monkeypatch.setattr(choices, "_ours", {})
         model = tiny_model("llama", seed=0, head_dim=64)
         model.set_dtype(mx.bfloat16)
@@ -159,7 +159,6 @@ def test_a_second_process_loads_a_model_without_a_trial(
         assert len(timed) == (5 * 2 * 3 if expected else 0)
     # Compiling comes first.
     assert steps == [3, 5, 3, 5]
-    skinny_matmul.proven.cache_clear()
 
 
 class Rank:
@@ -189,8 +188,8 @@ def test_ranks_take_the_kernels_that_are_fastest_on_rank_0(
     """Catches ranks that time nothing, or that round unsharded parts differently."""
     kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
     monkeypatch.setattr(loading, "defaults", lambda: kernels)
-    monkeypatch.setattr(skinny_matmul, "_agree", lambda *_, **__: True)
-    monkeypatch.setattr(decode_attention, "_agrees", lambda *_, **__: True)
+    monkeypatch.setattr(skinny_matmul.proven, "_agrees", lambda *_, **__: True)
+    monkeypatch.setattr(decode_attention.proven, "_agrees", lambda *_, **__: True)
     monkeypatch.setenv("MLX_RANK", "0")
     faster: list[bool] = [rank_0_is_faster, not rank_0_is_faster]
     timed = 0
@@ -206,8 +205,8 @@ def test_ranks_take_the_kernels_that_are_fastest_on_rank_0(
 
     taken = []
     for rank in range(2):
-        skinny_matmul.proven.cache_clear()
-        monkeypatch.setattr(decode_attention, "_proven", {})
+        monkeypatch.setattr(skinny_matmul.proven, "verdicts", {})
+        monkeypatch.setattr(decode_attention.proven, "verdicts", {})
         monkeypatch.setattr(choices, "_ours", {})
         monkeypatch.setattr(choices, "_seconds", seconds(rank))
         model = tiny_model("llama", seed=0, head_dim=64)
@@ -220,7 +219,6 @@ def test_ranks_take_the_kernels_that_are_fastest_on_rank_0(
         taken.append(skinny_matmul.takes(mx.zeros((8, 64), mx.bfloat16), weight, None))
     assert timed == 30
     assert taken == [rank_0_is_faster] * 2
-    skinny_matmul.proven.cache_clear()
 
 
 @pytest.mark.parametrize(

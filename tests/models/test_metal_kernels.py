@@ -237,14 +237,14 @@ def test_gated_delta_layers_use_what_was_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rounds are the kernel's, prompts MLX's."""
-    monkeypatch.setattr(gated_delta, "_proven", {})
+    monkeypatch.setattr(gated_delta.proven, "verdicts", {})
     model = build("qwen3_next")
     ((form, layers),) = metal_kernels.layers_of(model).items()
     assert layers
     take_kernels(model)
-    assert gated_delta._proven == {form: False}
+    assert gated_delta.proven.verdicts == {form: False}
     with kept_proofs():
-        proofs.keep(form.name, True)
+        proofs.keep(gated_delta.proven.named(form), True)
     take_kernels(model)
     hidden = mx.zeros((1, 1, 8), form.dtype)
     for metal in (False, True):

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...cuda.modules import modules_of
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.data_files import DataError, read_json
 from ...utils.printable import shorten
@@ -243,8 +244,9 @@ def _fitted(
 
 def turns_pairs(model: nn.Module) -> bool:
     """Whether a model's rotary embeddings rotate neighbours, not halves of a head."""
-    modules: list[tuple[str, Any]] = model.named_modules()
-    return any(getattr(each, "traditional", None) is True for _, each in modules)
+    return any(
+        getattr(each, "traditional", None) is True for _, each in modules_of(model)
+    )
 
 
 def _caps_logits(ends: TargetEnds) -> bool:
