@@ -169,6 +169,8 @@ def estimate(
         limit=backend.memory_size() if limit is None else limit,
         plan_with=plan_if_supported,
         command=command_of_run,
+        params=SamplingParams(temperature=temp, **(filters if temp > 0 else {})),
+        context_length=longest,
     )
     show(json_text(result.as_dict(), indent=2) if as_json else result.table())
     assumed = {

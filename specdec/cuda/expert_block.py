@@ -307,7 +307,8 @@ def take_few_launches(model: nn.Module) -> None:
     for block in _blocks(model):
         form = form_of(block)
         if form is not None and proven(form):
-            block.__class__ = derived(_FewLaunches, type(block))
+            kind: Any = type(block)
+            block.__class__ = derived(_FewLaunches, kind)
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:

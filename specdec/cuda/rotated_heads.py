@@ -231,7 +231,8 @@ def take_heads(model: nn.Module) -> None:
     for layer in _layers(model):
         form = form_of(layer)
         if form is not None and proven(form):
-            layer.__class__ = derived(_OneKernel, type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = derived(_OneKernel, kind)
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
