@@ -452,6 +452,8 @@ class CacheCore:
         rules = self._rules_within(window_size, longest if extent == longest else None)
         # Exactly the rows' own columns, oldest first: no array needed.
         offset, layout, until = self.offset, self.layout, self._memo.until
+        if self._memo.in_windows and window_size is None:
+            until = None
         alone = self._uniform and extent == longest and not rules
         if alone and not return_array and until is None:
             return None if N == 1 or both_ways else "causal"

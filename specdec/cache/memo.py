@@ -22,12 +22,14 @@ class Memo:
     Attributes:
         until: the last position that each of the next tokens sees, shape (B, N);
             ``None``: its own. The caches of a model share it, as they share results.
+        in_windows: whether ``until`` holds only where a window slides.
         valid: how many tokens of the next write each row keeps, shape (B,), while a
             graph of padded rows is built; ``None``: the caches know.
     """
 
     def __init__(self) -> None:
         self.until: mx.array | None = None
+        self.in_windows = False
         self.valid: mx.array | None = None
         self._last: dict[Hashable, tuple[tuple[mx.array, ...], Hashable, object]] = {}
 

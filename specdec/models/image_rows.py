@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 #: How frequencies are shared out among the three axes: in one piece each, or in turns.
 Sections = Literal["chunked", "interleaved"]
+#: In which layers the tokens of an image see each other both ways: in all, in those
+#: with a sliding window, or in none.
+Sees = Literal["all", "windows", "none"]
 
 
 @dataclass
@@ -85,6 +88,21 @@ class RowImages:
                     self._axes[i] = positions_of(len(prompts[i]), placed)
                     self._shifts[i] = int(self._axes[i][0, -1]) - len(prompts[i])
 
+    def blank(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The prompts, with token 0 for each embedding of an image.
+
+        Layers of Gemma 4 read embeddings of tokens besides hidden states; those of
+        images are of this token.
+        """
+        if not any(self._images):
+            return prompts
+        blank = [list(prompt) for prompt in prompts]
+        for prompt, placed in zip(blank, self._images, strict=True):
+            for place in (place for image in placed for place in image.places):
+                if place < len(prompt):
+                    prompt[place] = 0
+        return blank
+
     def named(
         self, prompts: Sequence[Sequence[int]], vocab_size: int
     ) -> Sequence[Sequence[int]]:
@@ -120,7 +138,7 @@ class RowImages:
     @property
     def longest(self) -> int:
         """The tokens of the longest image that a chunk must hold as a whole."""
-        if self._encoder is None or not self._encoder.sees_whole:
+        if self._encoder is None or self._encoder.sees == "none":
             return 0
         each = (image for placed in self._images for image in placed)
         return max((image.stop - image.start for image in each), default=0)
@@ -143,20 +161,21 @@ class RowImages:
 
     def until(
         self, done: Sequence[int], valid: Sequence[int], width: int
-    ) -> mx.array | None:
+    ) -> tuple[mx.array | None, bool]:
         """The last position that each token of a chunk sees, shape (B, width).
 
-        ``None``: every token sees up to itself.
+        ``None``: every token sees up to itself. Then whether it is so only in layers
+        with a sliding window.
         """
         within = self._within(done, valid) if self.longest else []
-        if not within:
-            return None
+        if not within or self._encoder is None:
+            return None, False
         each = np.array(done)[:, None] + np.arange(width)
         for row, image in within:
             places = np.array(image.places) - done[row]
             inside = places[(places >= 0) & (places < valid[row])]
             each[row, inside] = image.stop - 1
-        return mx.array(each.astype(np.int32))
+        return mx.array(each.astype(np.int32)), self._encoder.sees == "windows"
 
     def encode(self, done: Sequence[int], valid: Sequence[int]) -> Iterator[None]:
         """Embed the images of the next chunk, yielding after each one.

@@ -241,7 +241,9 @@ class ModelRunner:
         )
         padded = self._padded(longest, whole, len(prompts))
         most = self._bound(max(max_length, padded))
-        rows = ModelRows(self, prompts, options, max_round, most, seen)
+        rows = ModelRows(
+            self, seen.blank(prompts), options, max_round, most, seen
+        )
         if reuses and self.prefixes is not None:
             known_as = self._known_as(seen.named(prompts, self.vocab_size), last)
             rows.session = self.prefixes.begin(known_as, max_write=options.max_write)
@@ -446,14 +448,15 @@ class ModelRows:
             start = time.perf_counter()
             tokens = mx.array(chunk)
             inputs = self._images.inputs(model, tokens, done, valid)
-            self._memo.until = self._images.until(done, valid, width)
-            usual = scores is None and not inputs and self._memo.until is None
+            memo = self._memo
+            memo.until, memo.in_windows = self._images.until(done, valid, width)
+            usual = scores is None and not inputs and memo.until is None
             # Masks of empty caches have no dtype, so they are boolean. Where attention
             # reads no such masks, it selects by them: one more kernel to compile.
             usual &= max(done) > 0 or self.runner.backend.boolean_masks
             if not (usual and self._compiled("__call__", (tokens,), valid=valid)):
                 self._padded_forward(tokens, valid, model=model, **inputs)
-            self._memo.until = None
+            memo.until = None
             if scores is not None:
                 scores.take(done, valid)
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from ..prompts.images import Image
 from ..utils.extras import install
 from ..utils.printable import shorten
 from .folder import read_arrays, weight_files
-from .image_rows import Sections
+from .image_rows import Sections, Sees
 from .layers import arrays_of
 from .loaded import Described, LoadedModel
 
@@ -43,7 +44,8 @@ class _Family:
         processor: the class in the package's ``processing_*`` module.
         processing: the package of that module, if it is another one.
         marker: the processor's attribute with the text that templates write.
-        sees_whole: whether the tokens of an image see each other both ways.
+        sees: in which layers the tokens of an image see each other both ways.
+        scaled: whether embeddings are those that the text part multiplies.
         sections: how frequencies of rotary embeddings are shared out among three axes;
             ``None``: an image's tokens have positions as text has.
     """
@@ -52,10 +54,12 @@ class _Family:
     processor: str
     processing: str = ""
     marker: str = "image_token"
-    sees_whole: bool = False
+    sees: Sees = "none"
+    scaled: bool = True
     sections: Sections | None = None
 
 
+_GEMMA4 = _Family("gemma4", "Gemma4Processor", sees="windows", scaled=False)
 _QWEN3_5 = _Family("qwen3_5", "Qwen3VLProcessor", "qwen3_vl", sections="interleaved")
 #: By ``model_type``.
 _FAMILIES = {
@@ -63,7 +67,11 @@ _FAMILIES = {
     "pixtral": _Family("pixtral", "PixtralProcessor"),
     "lfm2_vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
     "lfm2-vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
-    "gemma3": _Family("gemma3", "Gemma3Processor", marker="boi_token", sees_whole=True),
+    "gemma3": _Family("gemma3", "Gemma3Processor", marker="boi_token", sees="all"),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": replace(
+        _GEMMA4, module="gemma4_unified", processor="Gemma4UnifiedProcessor"
+    ),
     "qwen2_5_vl": _Family("qwen2_5_vl", "Qwen2_5_VLProcessor", sections="chunked"),
     "qwen3_vl": replace(_QWEN3_5, module="qwen3_vl"),
     "qwen3_vl_moe": replace(_QWEN3_5, module="qwen3_vl_moe"),
@@ -167,10 +175,15 @@ class ImageEncoder:
         """How rotary embeddings know of rows and columns; ``None``: they do not."""
         return self._family.sections
 
-    @property
-    def sees_whole(self) -> bool:
-        """Whether the tokens of an image see each other both ways."""
-        return self._family.sees_whole
+    @cached_property
+    def sees(self) -> Sees:
+        """In which layers the tokens of an image see each other both ways."""
+        # Small models of Gemma 4 have no such layers.
+        text = self.config.get("text_config") or {}
+        ways = text.get("use_bidirectional_attention")
+        if self._family.sees == "windows" and ways != "vision":
+            return "none"
+        return self._family.sees
 
     def embeddings_of(self, image: Image) -> mx.array:
         """The embeddings of an image, shape (L, N, D), one for each marker token.
@@ -201,6 +214,8 @@ class ImageEncoder:
                 deep = embedded.deepstack_visual_embeds
                 deep = () if deep is None else deep
                 rows = mx.stack([first[mx.array(places)], *deep])
+                if not self._family.scaled:
+                    rows = rows / rows.shape[-1] ** 0.5
                 mx.eval(rows)
             except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
                 raise self._not_taken(image, error) from error
@@ -326,7 +341,7 @@ def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.
     """mlx-vlm's model with the weights of all but its text part."""
     module = _mlx_vlm(family)
     utils = import_module("mlx_vlm.utils")
-    settings = {"text_config": {}, **config}
+    settings = {"text_config": {}, **config, "audio_config": None}
     model_config = module.ModelConfig.from_dict(settings)
     parts = ["text", "vision", "perceiver", "projector"]
     model_config = utils.update_module_configs(model_config, module, settings, parts)
@@ -372,6 +387,8 @@ class _NoText(nn.Module):
     def __init__(self, dimension: int):
         super().__init__()  # type: ignore[no-untyped-call]
         self.dimension = dimension
+        # Gemma 4's model asks for these.
+        self.embed_scale, self.hidden_size_per_layer_input = 1.0, 0
         #: The type of the embeddings.
         self.kind = mx.float32
 
@@ -441,7 +458,9 @@ def _restoring() -> Iterator[None]:
     usual, verbosity = vars(AutoProcessor)["from_pretrained"], logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about parts that hear
+            yield
     finally:
         AutoProcessor.from_pretrained = usual
         logging.set_verbosity(verbosity)

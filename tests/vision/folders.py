@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map_with_path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -40,6 +40,27 @@ _LFM_IMAGES = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>
 ]
 _QWEN_IMAGES = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
 _GEMMA_IMAGES = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+_GEMMA4_IMAGES = ["<|image|>", "<|image>", "<image|>"]
+_GEMMA4_TEXT = {
+    **_TEXT, "model_type": "gemma4_text", "hidden_size": 64, "num_hidden_layers": 4,
+    "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    "sliding_window": 12, "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+}  # fmt: skip
+_GEMMA4_TOWER = {
+    "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 8, "global_head_dim": 8, "patch_size": 8, "pooling_kernel_size": 2,
+    "default_output_length": 6, "position_embedding_size": 64,
+}  # fmt: skip
 #: By family: special tokens (the marker first), and the configuration.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "mistral3": (
@@ -104,6 +125,39 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
             "hidden_size": 32,
         },
     ),
+    "gemma4": (  # as E2B and E4B: causal, with an embedding for each layer
+        _GEMMA4_IMAGES,
+        {
+            "text_config": {
+                **_GEMMA4_TEXT, "hidden_size_per_layer_input": 8,
+                "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
+            },
+            "vision_config": _GEMMA4_TOWER,
+        },
+    ),
+    "gemma4-large": (  # as 26B and 31B
+        _GEMMA4_IMAGES,
+        {
+            "model_type": "gemma4",
+            "text_config": {**_GEMMA4_TEXT, "use_bidirectional_attention": "vision"},
+            "vision_config": _GEMMA4_TOWER,
+        },
+    ),
+    "gemma4_unified": (  # as 12B, which has no tower
+        _GEMMA4_IMAGES,
+        {
+            "text_config": {
+                **_GEMMA4_TEXT, "model_type": "gemma4_unified_text",
+                "use_bidirectional_attention": "vision", "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+            },
+            "vision_config": {
+                "model_type": "gemma4_unified_vision", "patch_size": 8,
+                "pooling_kernel_size": 2, "model_patch_size": 16, "mm_embed_dim": 64,
+                "mm_posemb_size": 64, "num_soft_tokens": 6, "output_proj_dims": 64,
+            },
+        },
+    ),
     "qwen2_5_vl": (
         _QWEN_IMAGES,
         {
@@ -163,6 +217,11 @@ _QWEN3 = {
     "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
     "min_pixels": 32 * 32, "max_pixels": 32 * 32 * 12,
 }  # fmt: skip
+_GEMMA4 = {
+    "image_processor": {
+        "patch_size": 8, "max_soft_tokens": 6, "pooling_kernel_size": 2,
+    }
+}  # fmt: skip
 _PREPROCESSORS = {
     "mistral3": {
         "size": {"longest_edge": 112}, "patch_size": 14,
@@ -184,7 +243,8 @@ _PREPROCESSORS = {
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
         "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
     },
-    "qwen3_5": _QWEN3, "qwen3_vl": _QWEN3,
+    "qwen3_5": _QWEN3, "qwen3_vl": _QWEN3, "gemma4": _GEMMA4,
+    "gemma4-large": _GEMMA4, "gemma4_unified": _GEMMA4,
 }  # fmt: skip
 
 
@@ -193,7 +253,7 @@ def write_vision_folder(path: Path, family: str, seed: int = 0) -> Any:
     path.mkdir(parents=True, exist_ok=True)
     special, config = FAMILIES[family]
     tokenizer = _tokenizer(special)
-    config = json.loads(json.dumps(config)) | {"model_type": family}
+    config = {"model_type": family} | json.loads(json.dumps(config))
     at = special[special is _GEMMA_IMAGES]
     config["image_token_index"] = tokenizer.convert_tokens_to_ids(at)
     config["image_token_id"] = config["image_token_index"]
@@ -225,13 +285,15 @@ def vision_model(config: dict[str, Any], seed: int = 0) -> Any:
     mx.random.seed(seed)
     model: nn.Module = module.Model(model_config)
 
-    def draw(weight: mx.array) -> mx.array:
+    def draw(path: str, weight: mx.array) -> mx.array:
         if weight.ndim < 2 or weight.dtype != mx.float32:
             return weight
         scale: float = 2 * weight.shape[-1] ** -0.5
+        if "gemma4" in config["model_type"] and path.endswith("embed_tokens.weight"):
+            scale /= 4  # Gemma 4 multiplies by more, and would repeat each token
         return mx.random.normal(weight.shape) * scale
 
-    model.update(tree_map(draw, model.parameters()))
+    model.update(tree_map_with_path(draw, model.parameters()))
     mx.eval(model.parameters())
     return model.eval()
 
@@ -255,13 +317,18 @@ def _tokenizer(special: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     names = ["<end>", "<user>", "<assistant>", "<system>", *special]
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    named = dict(zip(("boi_token", "image_token", "eoi_token"), special, strict=False))
+    named: dict[str, str] = {}
+    if special is _GEMMA_IMAGES or special is _GEMMA4_IMAGES:
+        keys = ["boi_token", "image_token", "eoi_token"]
+        if special is _GEMMA4_IMAGES:
+            keys[:2] = keys[1::-1]
+        named = dict(zip(keys, special, strict=True))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<end>",
         pad_token="<end>",
         clean_up_tokenization_spaces=False,
-        **({"extra_special_tokens": named} if special is _GEMMA_IMAGES else {}),
+        **({"extra_special_tokens": named} if named else {}),
     )
     marker = special[0]
     if special is _QWEN_IMAGES:

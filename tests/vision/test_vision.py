@@ -36,6 +36,8 @@ WIDE, TALL, SQUARE = (
     for n, size in enumerate([(90, 40), (30, 100), (64, 64)])
 )
 MAX_TOKENS = 10
+#: Families whose masks mlx-vlm does not have.
+BOTH_WAYS = ["gemma3", "gemma4-large", "gemma4_unified"]
 
 
 def said(*parts: str | Image) -> list[dict[str, Any]]:
@@ -98,7 +100,12 @@ def by_mlx_vlm(
         ) if encoder.sections is None else encoder._loaded_processor()(
             images=pictures, text=[text], add_special_tokens=False
         )  # fmt: skip
-        inputs = {k: vision._array(v) for k, v in made.items() if k != "attention_mask"}
+        made.pop("attention_mask")
+        pixels = made.pop("pixel_values")
+        inputs = {k: vision._array(v) for k, v in made.items()}
+        # Images of several sizes may stay apart.
+        apart = isinstance(pixels, list) and len(pixels) > 1
+        inputs["pixel_values"] = pixels if apart else vision._array(pixels)
         ids = inputs.pop("input_ids")
     part = model.language_model
     part._rope_deltas = part._position_ids = None
@@ -108,6 +115,8 @@ def by_mlx_vlm(
         part._rope_deltas = given.rope_deltas
         positions = {"position_ids": given.position_ids}
     cache = make_cache(part)
+    if given.per_layer_inputs is not None:
+        positions["per_layer_inputs"] = given.per_layer_inputs
     if given.deepstack_visual_embeds is not None:
         positions["visual_pos_masks"] = given.visual_pos_masks
         positions["deepstack_visual_embeds"] = given.deepstack_visual_embeds
@@ -144,7 +153,7 @@ def decoder_of(
         )
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma3"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in BOTH_WAYS])
 @pytest.mark.parametrize(
     ("draft", "backend", "step", "batch"),
     [("none", AT_ONCE, 4, 3), ("ngram", BEHIND, 512, 3)],
@@ -222,9 +231,9 @@ def test_an_image_that_fails_ends_its_request_alone(
 def by_masks(
     decoder: SpecDecoder, prompt: list[dict[str, Any]], shift: int = 0
 ) -> list[int]:
-    """Gemma 3 as transformers masks it: tokens of an image see each other both ways.
+    """Gemma as transformers masks it: tokens of an image see each other both ways.
 
-    Every token is computed from the whole text, without a cache.
+    In Gemma 4 they do so in layers with a sliding window only. Every token is computed from the whole text, without a cache.
 
     Args:
         shift: by how many tokens the masks of images are moved, a fault.
@@ -243,18 +252,20 @@ def by_masks(
         ids = [*tokens, *made]
         owner = image_of + [-1] * len(made)
         n = len(ids)
-        full = [
+        whole = [
             [k <= q or (owner[q] == owner[k] != -1) for k in range(n)] for q in range(n)
         ]
-        near = [[full[q][k] and k > q - window for k in range(n)] for q in range(n)]
-        masks = {None: mx.array(full), window: mx.array(near)}
+        near = [[whole[q][k] and k > q - window for k in range(n)] for q in range(n)]
+        kind = decoder.target.config["model_type"]
+        full = mx.array(whole) if kind == "gemma3" else mx.tri(n, dtype=mx.bool_)
+        masks = {None: full, window: mx.array(near)}
         embedded = model.language_model.model.embed_tokens(mx.array([ids]))
         for image in encoded.images:
             rows = encoder.embeddings_of(image.image)[0]
             embedded[0, mx.array(image.places)] = rows
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "mlx_lm.models.gemma3_text.create_attention_mask",
+                f"mlx_lm.models.{kind[:6]}_text.create_attention_mask",
                 lambda h, cache, window_size=None, masks=masks: masks[window_size],
             )
             logits = model(mx.array([ids]), input_embeddings=embedded)
@@ -265,15 +276,16 @@ def by_masks(
     return made
 
 
+@pytest.mark.parametrize("family", BOTH_WAYS)
 @pytest.mark.parametrize(
     ("draft", "backend", "step"),
     [("none", AT_ONCE, 3), ("ngram", BEHIND, 16), ("ngram", AT_ONCE, 512)],
 )
 def test_tokens_of_an_image_see_each_other(
-    folders: Callable[[str], Any], draft: str, backend: Any, step: int
+    folders: Callable[[str], Any], family: str, draft: str, backend: Any, step: int
 ) -> None:
-    """A chunk ends inside an image, or a mask belongs to another image or row."""
-    folder, _ = folders("gemma3")
+    """A chunk ends inside an image, or a mask belongs to another image, layer or row."""
+    folder, _ = folders(family)
     decoder = decoder_of(
         folder, draft, backend, batch_size=3, prefill_step_size=step,
         num_draft_tokens=3 if draft != "none" else 0, prefix_cache_memory=10**7,
