@@ -136,6 +136,11 @@ class RowImages:
         ]
 
     @property
+    def ends(self) -> list[int]:
+        """Where the last image of each row ends: another question may follow there."""
+        return [placed[-1].stop if placed else 0 for placed in self._images]
+
+    @property
     def longest(self) -> int:
         """The tokens of the longest image that a chunk must hold as a whole."""
         if self._encoder is None or self._encoder.sees == "none":

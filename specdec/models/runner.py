@@ -241,12 +241,12 @@ class ModelRunner:
         )
         padded = self._padded(longest, whole, len(prompts))
         most = self._bound(max(max_length, padded))
-        rows = ModelRows(
-            self, seen.blank(prompts), options, max_round, most, seen
-        )
+        rows = ModelRows(self, seen.blank(prompts), options, max_round, most, seen)
         if reuses and self.prefixes is not None:
             known_as = self._known_as(seen.named(prompts, self.vocab_size), last)
-            rows.session = self.prefixes.begin(known_as, max_write=options.max_write)
+            rows.session = self.prefixes.begin(
+                known_as, max_write=options.max_write, branches=seen.ends
+            )
         return rows
 
     def _known_as(

@@ -65,14 +65,20 @@ class ModelPrefixes:
         return self._signature
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], *, max_write: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_write: int,
+        branches: Sequence[int] = (),
     ) -> PrefixSession:
         """A session for rows with these prompts.
 
         Args:
             max_write: ``max_write`` of the rows' caches during prefill.
+            branches: where later prompts are likely to diverge from each; 0: nowhere.
         """
-        return PrefixSession(self, [tuple(p) for p in prompts], max_write)
+        rows = [tuple(p) for p in prompts]
+        return PrefixSession(self, rows, max_write, branches or [0] * len(rows))
 
 
 NOTHING: Plan[Piece] = Plan(0)
@@ -89,7 +95,7 @@ class _Row:
         slack: how many tokens its rings could go back from ``reused``.
         shared: tokens in common with a stored prompt.
         covered: tokens that stored blocks hold.
-        branch: where it diverges from other known prompts; 0: nowhere.
+        branch: where it diverges from other prompts; 0: nowhere.
         answers: the signature that entries of its client alone begin with.
         private: where these entries begin; ``None``: all are shared.
     """
@@ -124,14 +130,21 @@ class PrefixSession:
     """Takes rows through their prefill: find, refill, and record chunk by chunk."""
 
     def __init__(
-        self, prefixes: ModelPrefixes, prompts: list[tuple[int, ...]], max_write: int
+        self,
+        prefixes: ModelPrefixes,
+        prompts: list[tuple[int, ...]],
+        max_write: int,
+        branches: Sequence[int],
     ):
         self._prefixes = prefixes
         self._store = prefixes.store
         self._max_write = max_write
         self._signature = prefixes.signature
         signature = self._signature
-        self._rows = [_Row(tokens, [signature], signature) for tokens in prompts]
+        self._rows = [
+            _Row(tokens, [signature], signature, branch=branch)
+            for tokens, branch in zip(prompts, branches, strict=True)
+        ]
 
     def separate(
         self, salts: Sequence[str | None], clients: Sequence[str | None]
@@ -199,7 +212,7 @@ class PrefixSession:
         """
         ordered = sorted(self._rows, key=lambda row: (row.root, row.tokens))
         for row in ordered:
-            row.branch = row.shared
+            row.branch = max(row.branch, row.shared)
         for one, other in pairwise(ordered):
             if one.root != other.root:
                 continue

@@ -411,6 +411,32 @@ def test_prefixes_know_images_by_their_content(
     assert found[0][1] == found[2][1] == 0
 
 
+@pytest.mark.parametrize("family", ["gemma3", "lfm2-vl", "qwen3_5"])
+def test_a_second_question_begins_after_the_image(
+    folders: Callable[[str], Any],
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """States and rings are stored where prompts end, so the image is read again."""
+    folder, _ = folders(family)
+    long = "a text that comes before the image " * 8
+    (whole,) = decoder_of(folder, num_draft_tokens=0).generate(
+        [said(long, WIDE, "two")], SamplingParams(max_tokens=MAX_TOKENS)
+    )
+    for question in ("one", "two"):
+        decoder = decoder_of(
+            folder, batch_size=1, num_draft_tokens=0, prefix_cache=tmp_path / "prefixes"
+        )
+        prompt = said(long, WIDE, question)
+        (image,) = decoder._encode(prompt).images
+        (result,) = decoder.generate([prompt], SamplingParams(max_tokens=MAX_TOKENS))
+        # The next decoder may not look at it.
+        monkeypatch.setattr(vision.ImageEncoder, "embeddings_of", None)
+    assert result.prefix_tokens >= image.stop
+    assert result.token_ids == whole.token_ids
+
+
 def test_a_tower_has_the_weights_of_its_model(
     folders: Callable[[str], Any], tmp_path: Path
 ) -> None:
