@@ -233,7 +233,8 @@ def by_masks(
 ) -> list[int]:
     """Gemma as transformers masks it: tokens of an image see each other both ways.
 
-    In Gemma 4 they do so in layers with a sliding window only. Every token is computed from the whole text, without a cache.
+    In Gemma 4 they do so in layers with a sliding window only. Every token is computed
+    from the whole text, without a cache.
 
     Args:
         shift: by how many tokens the masks of images are moved, a fault.
@@ -284,7 +285,7 @@ def by_masks(
 def test_tokens_of_an_image_see_each_other(
     folders: Callable[[str], Any], family: str, draft: str, backend: Any, step: int
 ) -> None:
-    """A chunk ends inside an image, or a mask belongs to another image, layer or row."""
+    """A chunk ends inside an image; a mask belongs to another image, layer or row."""
     folder, _ = folders(family)
     decoder = decoder_of(
         folder, draft, backend, batch_size=3, prefill_step_size=step,
