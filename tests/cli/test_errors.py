@@ -322,6 +322,7 @@ def test_version(specdec: Specdec) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith("mlx-specdec ")
     assert ", mlx-lm 0." in result.stdout
+    assert specdec("-V").stdout == result.stdout
 
 
 @pytest.mark.usefixtures("files")

@@ -273,7 +273,10 @@ def test_options_of_mlx_lm_reach_the_decoder(
     """An option is accepted and dropped."""
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     asked = {
-        "--draft": "a/D",
+        "--model": "a/T",
+        "--draft-model": "a/D",
+        "--max-tokens": "4",
+        "--batch-size": "2",
         "--adapter-path": "lora",
         "--draft-adapter-path": "draft-lora",
         "--revision": "main",
@@ -292,6 +295,11 @@ def test_options_of_mlx_lm_reach_the_decoder(
         "prefill_response": "Sure",
     }
     assert {name: decoder.calls.get(name) for name in expected} == expected
+    assert (decoder.calls["target"], decoder.calls["draft"]) == ("a/T", "a/D")
+    assert decoder.calls["params"].max_tokens == 4
+    assert decoder.calls["config"].batch_size == 2
+    assert specdec("run", "-p", "Hi", "--ignore-chat-template").exit_code == 0
+    assert decoder.calls["ignore_chat_template"] is True
 
 
 @pytest.mark.parametrize(
@@ -332,17 +340,6 @@ def test_options_of_mlx_lm_that_cannot_be(
     assert result.exit_code == 2
     assert message in result.stderr
     assert not decoder.calls
-
-
-def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:
-    arguments = (
-        "--model a/T --draft-model a/D -m 4 --batch-size 2 --ignore-chat-template"
-    )
-    assert specdec("run", "-p", "Hi", *arguments.split()).exit_code == 0
-    assert (decoder.calls["target"], decoder.calls["draft"]) == ("a/T", "a/D")
-    assert decoder.calls["params"].max_tokens == 4
-    assert decoder.calls["config"].batch_size == 2
-    assert decoder.calls["ignore_chat_template"] is True
 
 
 def test_defaults_are_those_of_the_library(
@@ -433,18 +430,6 @@ def test_help_pages_begin_with_the_common_options(specdec: Specdec) -> None:
     assert {each for names in GROUPS.values() for each in names} <= {*known, "help"}
 
 
-def test_the_version_in_a_letter(specdec: Specdec) -> None:
-    assert specdec("-V").stdout == specdec("--version").stdout
-    assert specdec("-V").stdout.startswith("mlx-specdec ")
-
-
-def test_the_summary_reports_quantized_keys(specdec: Specdec) -> None:
-    """An option that changes the output, missing from the record of a run."""
-    result = specdec("run", "-p", "Hi", "--kv-bits", "8")
-    assert "KV cache:    8 bits\n" in result.stderr
-    assert "KV cache" not in specdec("run", "-p", "Hi").stderr
-
-
 def without_notes(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if "specdec: note: " not in line]
 
@@ -468,13 +453,46 @@ def test_summary_on_stderr(specdec: Specdec, arguments: list[str], length: str) 
     ]
 
 
-def test_summary_says_what_auto_decided_on(
+DRAFTED = ("--draft", "self:4bit")
+PLAIN = {"drafted": 0, "accepted": 0}
+FAILED = {**PLAIN, "draft_error": "drafter X failed (ValueError: no)"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "says", "never"),
+    [
+        ({}, (*DRAFTED, "--kv-bits", "8"), "KV cache:    8 bits\n", "auto:"),
+        ({}, DRAFTED, "acceptance:  rate 0.500, length 2.50", "KV cache"),
+        (PLAIN, (), "draft:       none\n", "acceptance"),
+        (FAILED, DRAFTED, "as are worth it, until it failed\n", "not worth it"),
+        (PLAIN, DRAFTED, "acceptance:  nothing was drafted: it is not worth it", "!"),
+        # A request that an interrupt cut off has rounds, and no counts of its draft.
+        ({**PLAIN, "row_rounds": 0}, DRAFTED, "decode:", "nothing was drafted"),
+    ],
+)
+def test_what_the_summary_says_of_a_run(
+    specdec: Specdec,
+    decoder: FakeDecoder,
+    changes: dict[str, Any],
+    options: tuple[str, ...],
+    says: str,
+    never: str,
+) -> None:
+    """What changes the output is missing, or a draft that failed did not pay."""
+    decoder.stats = replace(decoder.stats, **changes)
+    stderr = specdec("run", "-p", "Hi", *options).stderr
+    assert says in stderr
+    assert never not in stderr
+
+
+def test_the_summary_names_the_target_shortly_and_what_auto_chose(
     specdec: Specdec, decoder: FakeDecoder
 ) -> None:
+    decoder.target_name = "/a/long/way/to/model.gguf"
     decoder.draft_length_reason = "4 draft tokens in 90% of the rounds"
-    stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
-    line = f"auto:        {decoder.draft_length_reason}"
-    assert line in without_notes(stderr)
+    lines = specdec("run", "-p", "Hi", *DRAFTED).stderr.splitlines()
+    assert "target:      model.gguf" in lines
+    assert f"auto:        {decoder.draft_length_reason}" in lines
 
 
 def test_progress_until_there_is_a_rate(
@@ -488,42 +506,6 @@ def test_progress_until_there_is_a_rate(
     decoder.stats = RunStats(prefill_tokens=5, generated_tokens=1, decode_seconds=9.0)
     lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
     assert lines[1] == "specdec: prefill, 0 of 2 prompts, 5 tokens prefilled"
-
-
-def test_summary_of_plain_decoding_has_no_acceptance(
-    specdec: Specdec, decoder: FakeDecoder
-) -> None:
-    decoder.stats.drafted = decoder.stats.accepted = 0
-    stderr = specdec("run", "-p", "Hi").stderr
-    assert "draft:       none" in stderr
-    assert "acceptance" not in stderr
-
-
-def test_summary_of_a_draft_that_failed(specdec: Specdec, decoder: FakeDecoder) -> None:
-    """It is not that drafting would not have paid."""
-    decoder.stats.drafted = decoder.stats.accepted = 0
-    decoder.stats.draft_error = "drafter X failed (ValueError: no)"
-    result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
-    line = "draft:       self:4bit, as many tokens a round as are worth it, until it"
-    assert f"{line} failed" in result.stderr.splitlines()
-    assert "not worth it" not in result.stderr
-
-
-def test_summary_when_nothing_was_drafted(
-    specdec: Specdec, decoder: FakeDecoder
-) -> None:
-    decoder.stats.drafted = decoder.stats.accepted = 0
-    stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
-    assert "acceptance:  nothing was drafted: it is not worth it here" in stderr
-    # A request that an interrupt cut off has rounds, and no counts of its draft.
-    decoder.stats.row_rounds = 0
-    stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
-    assert "decode:" in stderr
-    assert "nothing was drafted" not in stderr
-
-
-def test_quiet(specdec: Specdec) -> None:
-    assert specdec("run", "-p", "Hi", "--quiet").stderr == ""
 
 
 def test_notes_about_the_machine(
@@ -702,14 +684,6 @@ def test_ids_of_prompts_are_kept(specdec: Specdec, tmp_path: Path) -> None:
     assert "id" not in lines[3]
 
 
-def test_a_target_by_path_is_named_shortly(
-    specdec: Specdec, decoder: FakeDecoder
-) -> None:
-    decoder.target_name = "/a/long/way/to/model.gguf"
-    result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
-    assert "target:      model.gguf" in result.stderr.splitlines()
-
-
 def test_an_error_of_an_interrupted_run_is_reported(
     specdec: Specdec, decoder: FakeDecoder
 ) -> None:
@@ -749,18 +723,6 @@ def test_a_failure_keeps_the_finished_rows(
     assert result.exit_code == 1
     assert [row["index"] for row in read_lines(path)] == [1]
     assert result.stdout == "== [1] b\nBonjour n°1\n\n"
-
-
-def test_a_refused_prompt_leaves_earlier_output_alone(
-    specdec: Specdec, tmp_path: Path
-) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text("of an earlier run\n")
-    result = specdec("run", "-p", "unusable", "--output", str(path))
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert result.stderr == "specdec: error: prompt 0: it is unusable\n"
-    assert path.read_text() == "of an earlier run\n"
 
 
 @pytest.mark.parametrize("there", [True, False])
