@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..utils.ctrl_c import INTERRUPTED
 from ..utils.extras import install
 from ..utils.printable import counted
 from . import options
-from .interrupts import last_words
+from .interrupts import concluding
 from .output import command_line, note, show, show_interrupted
 from .progress import Progress
 
@@ -101,7 +99,7 @@ def bench(
         show_interrupted(state)
 
     try:
-        with last_words(say_what_is_kept):
+        with concluding(say_what_is_kept):
             results = run_recipe(
                 wanted,
                 folder,
@@ -109,9 +107,6 @@ def bench(
                 progress=progress.expect,
                 trust_remote_code=trust_remote_code,
             )
-    except KeyboardInterrupt:
-        say_what_is_kept()
-        sys.exit(INTERRUPTED)
     finally:
         progress.close()
     show("Paste from here into an issue:\n", err=True)

@@ -15,6 +15,7 @@ import click
 
 from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..errors import MemoryLimitError, PromptError
+from ..outputs import RunStats
 from ..prompts import templates
 from ..prompts.images import read_file
 from ..utils.data_files import HALVES, json_text
@@ -109,7 +110,7 @@ def chat(
             talk.take(line)
             if talk.over:
                 break
-    if not quiet and talk.answers:
+    if not quiet and talk.stats.prompts:
         show(talk.figures, err=True)
 
 
@@ -124,12 +125,7 @@ class _Talk:
     #: Files of images that go with the next message.
     images: list[str] = field(default_factory=list)
     over: bool = False
-    answers: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    stats: RunStats = field(default_factory=RunStats)
 
     def take(self, line: str) -> None:
         """Run a line's command, or answer its message."""
@@ -148,7 +144,8 @@ class _Talk:
         elif command == "/image":
             self._attach(rest)
         elif command == "/stats":
-            show(self.figures if self.answers else "nothing was answered yet", err=True)
+            figures = self.figures if self.stats.prompts else "nothing was answered yet"
+            show(figures, err=True)
         elif command == "/save":
             self._save(rest)
         elif command == "/help":
@@ -234,23 +231,23 @@ class _Talk:
     def _count(self, result: GenerationResult) -> None:
         if result.error is not None:
             show_error(result.error)
-        self.answers += 1
-        self.tokens += max(0, result.generated_tokens - 1)
+        stats, after_first = self.stats, max(0, result.generated_tokens - 1)
+        stats.take_ended(result)
+        stats.generated_tokens += result.generated_tokens
+        stats.decode_tokens += after_first
         if result.tokens_per_second:
-            self.seconds += (result.generated_tokens - 1) / result.tokens_per_second
-        self.rounds += result.rounds
-        self.drafted += result.drafted
-        self.accepted += result.accepted
+            stats.decode_seconds += after_first / result.tokens_per_second
 
     @property
     def figures(self) -> str:
         """Speed and acceptance so far."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        text = f"{self.tokens + self.answers} tokens, {rate:.1f} a second"
-        if self.drafted:
-            share = self.accepted / self.drafted
-            length = 1 + self.accepted / self.rounds
-            text += f"; acceptance {share:.3f}, {length:.2f} tokens a round"
+        stats = self.stats
+        text = (
+            f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} a second"
+        )
+        if stats.drafted:
+            rate, length = stats.acceptance_rate, stats.acceptance_length
+            text += f"; acceptance {rate:.3f}, {length:.2f} tokens a round"
         elif self.decoder.draft_name is not None:
             text += "; nothing was drafted: it is not worth it here"
         return text

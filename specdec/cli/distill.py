@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..utils.ctrl_c import INTERRUPTED
 from . import options
-from .interrupts import RequestsToEnd, last_words
+from .interrupts import RequestsToEnd, concluding
 from .options import dashed, is_given
 from .output import command_line, show, show_interrupted, show_warnings
 
@@ -251,10 +249,5 @@ def distill(
             )
         show_interrupted(state)
 
-    with requests:
-        try:
-            with last_words(conclude):
-                job.run()
-        except KeyboardInterrupt:
-            conclude()
-            sys.exit(INTERRUPTED)
+    with requests, concluding(conclude):
+        job.run()

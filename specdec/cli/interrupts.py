@@ -180,6 +180,17 @@ def _running() -> Interrupts | None:
 
 
 @contextmanager
+def concluding(say: Callable[[], None]) -> Iterator[None]:
+    """Call ``say`` if the block is interrupted, and end the command."""
+    try:
+        with last_words(say):
+            yield
+    except KeyboardInterrupt:
+        say()
+        sys.exit(INTERRUPTED)
+
+
+@contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
     """:meth:`Interrupts.last_words` of the running command line, if it has one."""
     running = _running()

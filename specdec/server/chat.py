@@ -172,10 +172,7 @@ def _message(
             message["tool_calls"] = calls
     if role == "tool":
         if item.tool_call_id is None:
-            where = f"{where}.tool_call_id"
-            raise RequestError(
-                f"{where} is missing: add it", field=where, code="missing_parameter"
-            )
+            raise RequestError.missing(f"{where}.tool_call_id")
         message["tool_call_id"] = item.tool_call_id
         if name := called.get(item.tool_call_id, ""):
             message["name"] = name
@@ -195,7 +192,7 @@ class ChatRendering(CompletionRendering):
     ) -> dict[str, Any]:
         if request.top_logprobs and not request.logprobs:
             text = "top_logprobs needs logprobs: add it"
-            raise RequestError(text, field="top_logprobs")
+            raise RequestError.invalid("top_logprobs", text)
         most, names = request.max_completion_tokens, NAMES
         if most is None:
             most, names = request.max_tokens, {**NAMES, "max_tokens": "max_tokens"}
@@ -208,9 +205,9 @@ class ChatRendering(CompletionRendering):
         messages = messages_of(request.messages, notes)
         continued = request.continue_final_message
         if continued and (not messages or messages[-1]["role"] != "assistant"):
-            raise RequestError(
+            raise RequestError.invalid(
+                "continue_final_message",
                 "continue_final_message needs a last message of the assistant",
-                field="continue_final_message",
             )
         kwargs, effort = request.chat_template_kwargs, request.reasoning_effort
         return {

@@ -96,7 +96,7 @@ class TextRendering(CompletionRendering):
             )
         if echo and request.suffix is not None:
             text = "echo does not go with suffix: leave it out"
-            raise RequestError(text, field="echo")
+            raise RequestError.invalid("echo", text)
         form, stop = request.response_format, stops(request.stop)
         where, grammar = grammar_of(request, form, "response_format", notes)
         names = {**NAMES, "grammar": where}

@@ -222,7 +222,7 @@ def tools_of(
         text = f"{where} is {choice.word}"
         if others:
             text += f", and tools of type {kinds} are not supported"
-        raise RequestError(f"{text}: give functions", field=where)
+        raise RequestError.invalid(where, f"{text}: give functions")
     for kind in sorted(set(others.values())):
         notes.add(f"tools of type {kind[:60]} are left out")
     schemas = [_openai(function) for _, function in functions]
@@ -317,9 +317,7 @@ def content_of(
                 parts.append({"type": "image", "image": source})
                 continue
         except PromptError as error:
-            raise RequestError(
-                f"{at}: {error}", field=at, code="unsupported_content"
-            ) from error
+            raise RequestError.content(at, f"{at}: {error}") from error
         parts.append({"type": "text", "text": part_text(part, at, kinds)})
     if any(part["type"] == "image" for part in parts):
         return parts
@@ -331,18 +329,14 @@ def part_text(
 ) -> str:
     """The text of a part."""
     if part.type not in kinds:
-        raise RequestError(
-            f"{at} of type {quoted(part.type)} is not supported: texts and images are",
-            field=at,
-            code="unsupported_content",
-        )
+        kind = f"{at} of type {quoted(part.type)}"
+        text = f"{kind} is not supported: texts and images are"
+        raise RequestError.content(at, text)
     key = "refusal" if part.type == "refusal" else "text"
-    text: str | None = getattr(part, key)
-    if text is None:
-        raise RequestError(
-            f"{at}.{key} is missing: add it", field=at, code="missing_parameter"
-        )
-    return text
+    value: str | None = getattr(part, key)
+    if value is None:
+        raise RequestError.missing(f"{at}.{key}")
+    return value
 
 
 def logprobs_of(service: Service, tokens: Tokens, most: int) -> list[dict[str, Any]]:

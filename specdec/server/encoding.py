@@ -106,7 +106,8 @@ def beginning(calls: CallFormat | None, name: str | None) -> str:
 def _gap(decoder: SpecDecoder, source: Text) -> Encoded:
     tokenizer, before, after = decoder.tokenizer, source.prompt, source.suffix
     if not isinstance(before, str) or after is None:
-        raise RequestError("suffix needs a prompt that is a text", field="suffix")
+        text = "suffix needs a prompt that is a text"
+        raise RequestError.invalid("suffix", text)
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     known = (
         gap for gap in _GAPS if all(token in vocabulary for token in gap[:3] if token)

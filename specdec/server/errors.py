@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from ..errors import (
@@ -64,6 +64,23 @@ class RequestError(SpecdecError):
     def unsupported(cls, field: str | None, message: object) -> Self:
         """A parameter that is not supported, or not with this model."""
         return cls(message, field=field, code="unsupported_parameter")
+
+    @classmethod
+    def missing(cls, field: str) -> Self:
+        """A parameter that is needed."""
+        text = f"{field} is missing: add it"
+        return cls(text, field=field, code="missing_parameter")
+
+    @classmethod
+    def content(cls, field: str, message: object) -> Self:
+        """A part of a message of a kind that is not taken."""
+        return cls(message, field=field, code="unsupported_content")
+
+    @classmethod
+    def no_model(cls, name: str, served: Sequence[str]) -> Self:
+        """The model that is named is not served."""
+        text = f"no model {name!r} is served here: use {' or '.join(served)}"
+        return cls(text, status=404, field="model", code="model_not_found")
 
     @classmethod
     def later(cls, code: str, message: object) -> Self:

@@ -93,12 +93,7 @@ class Models(Replicas):
         if name in names:
             return self.all[names.index(name)]
         if name not in (None, DEFAULT_NAME):
-            raise RequestError(
-                f"no model {name!r} is served here: use {' or '.join(names)}",
-                status=404,
-                field="model",
-                code="model_not_found",
-            )
+            raise RequestError.no_model(name, names)
         return self.all[0]
 
     async def load(self, replica: Replica) -> None:

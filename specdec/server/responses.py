@@ -121,7 +121,7 @@ def _messages(
     for i, item in enumerate(items):
         _item(item, f"input[{i}]", messages, called, notes)
     if not messages:
-        raise RequestError("input is empty: give it an item", field="input")
+        raise RequestError.invalid("input", "input is empty: give it an item")
     return messages
 
 
@@ -211,11 +211,10 @@ def _item(
                 {"role": "assistant", "content": "", "reasoning_content": text}
             )
     else:
-        raise RequestError(
+        raise RequestError.content(
+            f"{where}.type",
             f"{where} of type {quoted(kind)} is not supported: messages, function "
             "calls and their outputs are",
-            field=f"{where}.type",
-            code="unsupported_content",
         )
 
 

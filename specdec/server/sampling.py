@@ -185,9 +185,8 @@ class OpenAISampling(Sampling):
     def usage(self) -> StreamOptions:
         """What a stream says of its tokens."""
         if self.stream_options is not None and not self.stream:
-            raise RequestError(
-                "stream_options needs stream: add it", field="stream_options"
-            )
+            text = "stream_options needs stream: add it"
+            raise RequestError.invalid("stream_options", text)
         return self.stream_options or StreamOptions()
 
 

@@ -228,8 +228,7 @@ def _request_error(error: ValidationError, value: Any, where: str) -> RequestErr
             f"{shown} {context['text']}", field=path, code=context["code"]
         )
     if kind == "missing":
-        text, code = f"{path} is missing: add it", "missing_parameter"
-        return RequestError(text, field=path, code=code)
+        return RequestError.missing(path)
     code = "invalid_value"
     if kind in _WORDS:
         kinds = [_WORDS.get(e["type"], "") for p, e in errors if p == path]

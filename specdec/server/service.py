@@ -118,12 +118,7 @@ class Service:
             return name or self.names[0]
         if name in (None, DEFAULT_NAME):
             return self.names[0]
-        raise RequestError(
-            f"no model {name!r} is served here: use {self.names[0]}",
-            status=404,
-            field="model",
-            code="model_not_found",
-        )
+        raise RequestError.no_model(name, self.names[:1])
 
     @contextmanager
     def places(self, rows: int) -> Iterator[None]:

@@ -85,6 +85,28 @@ def test_strict_servers_refuse_unknown_fields(decoder: SpecDecoder) -> None:
         assert made.json()["error"]["param"] == "messages[0].frobnicate"
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"continue_final_message": True}, "continue_final_m"),
+        ("chat/completions", {"stream_options": {}}, "stream_options"),
+        ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
+        ("completions", {"echo": True, "suffix": "a"}, "echo"),
+        ("completions", {"prompt": [1, 2], "suffix": "a"}, "suffix"),
+        ("responses", {"input": []}, "input"),
+    ],
+)
+def test_every_refusal_has_a_code(
+    path: str, more: dict[str, Any], param: str, server: Running
+) -> None:
+    """Programs look at ``code``; it was null where fields do not go together."""
+    refused = post(server, path, **more)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"][:16], error["code"]) == (param, "invalid_value")
+
+
 def test_notes_are_in_a_header(server: Running) -> None:
     """A setting that is accepted and does nothing, or that others would refuse."""
     made = post(server, "chat/completions", temperature=2.5, verbosity="low")
