@@ -23,6 +23,7 @@ from typing import Self
 import httpx
 
 from ..errors import ServerError
+from .local_client import local_client
 from .routing import Place
 
 log = logging.getLogger("specdec.server")
@@ -295,7 +296,9 @@ class Replicas:
                 replica.begin_anew()
                 if replica.starts > 1:
                     log.warning("%s is ready again", replica.name)
-                async with self._client(path) as client:
+                async with local_client(
+                    path, self._answer_seconds + _ANSWER_SECONDS
+                ) as client:
                     replica.client = client
                     self._first.set()
                     try:
@@ -311,16 +314,6 @@ class Replicas:
             code = await process.wait()
             replica.process = None
         return was_ready, code
-
-    def _client(self, path: str) -> httpx.AsyncClient:
-        # The replica closes connections that are idle for 5 seconds.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
-        return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
-            timeout=httpx.Timeout(None, read=self._answer_seconds + _ANSWER_SECONDS),
-            base_url="http://localhost",
-            trust_env=False,
-        )
 
     async def _watch(
         self,
