@@ -55,20 +55,20 @@ def advised(
 
 
 def test_json(advised: Callable[..., str]) -> None:
-    found = json.loads(
+    record = json.loads(
         advised("--json", "--batch", "2", "--batch", "1", "--max-tokens", "12")
     )
-    assert found["survival"] == [1.0] * 8
-    assert found["measured"] == 4
-    assert [p["num_rows"] for p in found["predictions"]] == [1, 2]
-    for prediction in found["predictions"]:
+    assert record["survival"] == [1.0] * 8
+    assert record["measured"] == 4
+    assert [p["num_rows"] for p in record["predictions"]] == [1, 2]
+    for prediction in record["predictions"]:
         assert prediction["speedup"][0] == 1
         assert len(prediction["speedup"]) == len(prediction["verify"]) == 9
         assert prediction["draft_step"] > 0
-    assert found["prompts"] == 3
-    assert found["prompts_file"].endswith("prompts.txt")
-    assert found["sure"] is False, "three prompts are too few"
-    assert found["verdict"].startswith(("--num-draft", "this pair")) is True
+    assert record["prompts"] == 3
+    assert record["prompts_file"].endswith("prompts.txt")
+    assert record["sure"] is False, "three prompts are too few"
+    assert record["verdict"].startswith(("--num-draft", "this pair")) is True
 
 
 def test_a_draft_that_proposes_few_tokens(
@@ -78,9 +78,9 @@ def test_a_draft_that_proposes_few_tokens(
     monkeypatch.setattr(DraftModel, "max_proposals", 3)
     for asked in ("2", "4"):
         options = "--num-draft-tokens", asked, "--max-tokens", "12"
-        found = json.loads(advised("--json", "--batch", "1", *options))
-        (prediction,) = found["predictions"]
-        assert len(found["survival"]) == len(prediction["speedup"]) - 1 == 3
+        record = json.loads(advised("--json", "--batch", "1", *options))
+        (prediction,) = record["predictions"]
+        assert len(record["survival"]) == len(prediction["speedup"]) - 1 == 3
 
 
 def test_text(

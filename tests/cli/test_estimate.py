@@ -46,10 +46,10 @@ def config(tmp_path: Path) -> str:
 
 def as_json(*arguments: str) -> Any:
     result = estimate(*arguments, "--json")
-    found = json.loads(result.stdout)
+    record = json.loads(result.stdout)
     # A script can ask before it runs.
-    assert result.exit_code == (1 if found["fits"] is False else 0), result.output
-    return found
+    assert result.exit_code == (1 if record["fits"] is False else 0), result.output
+    return record
 
 
 def test_an_8b_from_its_config_alone(config: str) -> None:
@@ -106,8 +106,8 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 8192}))
     base = ("--target", str(path), "--memory-limit", "64GB", "--batch", "1")
-    found = as_json(*base, "--context", "8192")
-    assert found["largest_context"] == found["context_length"] == 8192
+    record = as_json(*base, "--context", "8192")
+    assert record["largest_context"] == record["context_length"] == 8192
     assert "largest context at this batch: 8192 tokens\n" in estimate(*base).stdout
     # Judged as if rows could be longer, which a run refuses.
     for more in ((), ("--json",)):
@@ -126,13 +126,13 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
 def test_sizes_that_are_assumed(tmp_path: Path) -> None:
     """Other rows than a run takes; or more tokens than the target serves."""
     limit = ("--memory-limit", "64GB")
-    found = {}
+    record = {}
     for own in (None, 1024, 8192, 1 << 20):
         path = tmp_path / f"{own}.json"
         path.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": own}))
         result = estimate("--target", str(path), *limit)
         assert result.exit_code == 0, result.output
-        found[own] = n = as_json("--target", str(path), *limit)["context"]
+        record[own] = n = as_json("--target", str(path), *limit)["context"]
         assert f": {EngineConfig().batch_size} rows of {n} tokens\n" in result.stdout
         assert result.stderr == (
             "specdec: note: assumed: --device cpu, as here; --batch "
@@ -142,7 +142,7 @@ def test_sizes_that_are_assumed(tmp_path: Path) -> None:
         sizes = ("--context", str(n), "--batch", "8", "--device", "cpu")
         given = estimate("--target", str(path), *sizes, *limit)
         assert (given.stdout, given.stderr) == (result.stdout, "")
-    assert found == {None: 4096, 1024: 1024, 8192: 4096, 1 << 20: 4096}
+    assert record == {None: 4096, 1024: 1024, 8192: 4096, 1 << 20: 4096}
 
 
 def test_no_more_draft_tokens_than_a_block_has(tmp_path: Path) -> None:
@@ -205,17 +205,17 @@ def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
         run = CliRunner().invoke(
             main, ["run", "-p", "Hi", "--target", str(a), "--draft", str(b)]
         )
-        found = estimate("--target", str(a), "--draft", str(b), *common)
-        assert run.exit_code == found.exit_code == 1
-        assert found.stderr == run.stderr.splitlines(keepends=True)[-1]
-        assert "cannot draft for" in found.stderr
-        assert found.stdout == ""
+        record = estimate("--target", str(a), "--draft", str(b), *common)
+        assert run.exit_code == record.exit_code == 1
+        assert record.stderr == run.stderr.splitlines(keepends=True)[-1]
+        assert "cannot draft for" in record.stderr
+        assert record.stdout == ""
     run = CliRunner().invoke(
         main, ["run", "-p", "Hi", "--target", str(one), "--draft", str(part),
                "--max-tokens", "4", "--num-draft-tokens", "2"],
     )  # fmt: skip
-    found = estimate("--target", str(one), "--draft", str(part), *common)
-    for result in (run, found):
+    record = estimate("--target", str(one), "--draft", str(part), *common)
+    for result in (run, record):
         assert result.exit_code == 0, result.output
         assert ", which has 99.6% of the target's tokens" in result.stderr
     # A configuration alone has no vocabulary to compare.
@@ -249,11 +249,11 @@ def test_a_gguf_file_that_needs_the_gguf_package(
     for name in ("gguf", "gguf.quants"):
         monkeypatch.setitem(sys.modules, name, None)
     for extra in ((), ("--dtype", "float32")):
-        found = estimate(*arguments, *extra)
+        record = estimate(*arguments, *extra)
         run = CliRunner().invoke(main, ["run", "-p", "Hi", *arguments[:2], *extra])
-        assert run.exit_code == found.exit_code == 1
-        assert found.stderr == run.stderr.splitlines(keepends=True)[-1]
-        assert "IQ4_NL weights, which need the gguf package" in found.stderr
+        assert run.exit_code == record.exit_code == 1
+        assert record.stderr == run.stderr.splitlines(keepends=True)[-1]
+        assert "IQ4_NL weights, which need the gguf package" in record.stderr
 
 
 def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> None:

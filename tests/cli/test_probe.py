@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """What a machine answers; empty: this one is asked."""
     results: list[Trial] = []
 
@@ -60,13 +60,13 @@ def test_a_machine_without_metal(
 def test_a_machine_with_metal(
     folder: Path,
     specdec: Specdec,
-    found: list[Trial],
+    trials: list[Trial],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("specdec.backend.defaults", lambda: _DEFAULTS["metal"])
     mlx = {1: 0.2, 2: 0.2, 9: 0.8}
     ours = {2: 0.3, 9: 0.4}
-    found += [
+    trials += [
         Trial(NAME, 4, mlx, ours, used=tuple(range(9, 17))),
         Trial(OTHER, 2, mlx, fault="it takes longer than 240 seconds"),
     ]
@@ -82,8 +82,8 @@ def test_a_machine_with_metal(
     assert "Times from your machine" in result.stdout.splitlines()[-1]
 
 
-def test_json(folder: Path, specdec: Specdec, found: list[Trial]) -> None:
-    found.append(Trial(NAME, 4, {1: 0.2}))
+def test_json(folder: Path, specdec: Specdec, trials: list[Trial]) -> None:
+    trials.append(Trial(NAME, 4, {1: 0.2}))
     result = specdec("probe", "--target", str(folder), "--quiet", "--json")
     record: Any = json.loads(result.stdout)
     assert record["trials"][0]["name"] == NAME
@@ -92,11 +92,11 @@ def test_json(folder: Path, specdec: Specdec, found: list[Trial]) -> None:
 
 
 def test_nothing_could_be_timed(
-    folder: Path, specdec: Specdec, found: list[Trial]
+    folder: Path, specdec: Specdec, trials: list[Trial]
 ) -> None:
     """The block says why, and scripts see that it failed."""
     for name in (NAME, OTHER):
-        found.append(Trial(name, 4, fault="its process ended (-11)"))
+        trials.append(Trial(name, 4, fault="its process ended (-11)"))
         result = specdec("probe", "--target", str(folder), "--quiet")
         assert (result.exit_code, result.stderr) == (1, "")
         assert f"{name}: its process ended (-11)" in result.stdout

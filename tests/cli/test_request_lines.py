@@ -69,23 +69,23 @@ def test_settings_of_each_line() -> None:
     # Nothing of their own: the shared ones, whose seeds the decoder spreads.
     assert requests_of([record(answer="x"), record()], base) is base
     # One random seed for the lines that draw, and none for the others.
-    found = requests_of([record(), record(temp=1), record(temp=1)], SamplingParams())
-    assert isinstance(found, list)
-    greedy, first, second = found
+    requests = requests_of([record(), record(temp=1), record(temp=1)], SamplingParams())
+    assert isinstance(requests, list)
+    greedy, first, second = requests
     assert greedy.seed is None
     assert first.seed is not None
     assert second.seed == first.seed + 1
     # A seed of a line's own is nobody else's.
     own = [record(temp=1, seed=7), record(temp=1)]
-    found = requests_of(own, SamplingParams(seed=40))
-    assert [params.seed for params in found] == [7, 41]  # type: ignore[union-attr]
+    requests = requests_of(own, SamplingParams(seed=40))
+    assert [params.seed for params in requests] == [7, 41]  # type: ignore[union-attr]
 
 
 def test_a_grammar_of_each_line() -> None:
     """OpenAI's form, and the names of the options."""
     schema = {"type": "object"}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    found = requests_of(
+    requests = requests_of(
         [
             record(json_schema=schema),
             record(regex="[a-z]+"),
@@ -95,7 +95,7 @@ def test_a_grammar_of_each_line() -> None:
         ],
         SamplingParams(),
     )
-    assert [params.grammar for params in found] == [  # type: ignore[union-attr]
+    assert [params.grammar for params in requests] == [  # type: ignore[union-attr]
         Grammar.json_schema(schema),
         Grammar.regex("[a-z]+"),
         Grammar.json_schema(schema),
@@ -143,8 +143,8 @@ def test_a_file_with_settings(
     asked = ("--prompts", str(path), "--output", str(output), "--max-tokens", "4")
     result = specdec("run", *asked, "--output-format", "openai")
     assert result.exit_code == 1  # one line failed
-    found = "answer, category, max_token (did you mean max_tokens?)"
-    assert result.stderr.count(f"keys without effect: {found}\n") == 1
+    requests = "answer, category, max_token (did you mean max_tokens?)"
+    assert result.stderr.count(f"keys without effect: {requests}\n") == 1
     asked_for: Any = decoder.calls["params"]
     assert [p.max_tokens for p in asked_for] == [4, 7, 4]
     lines = {line["custom_id"]: line for line in map(json.loads, output.open("rb"))}

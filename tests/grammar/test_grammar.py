@@ -157,26 +157,26 @@ def test_the_deepest_grammars_do_not_end_the_process() -> None:
 @pytest.fixture
 def bad_checkers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Children that take as much as a grammar says."""
-    made = compiler._Checkers()
+    grammars = compiler._Checkers()
     module = "tests.grammar.bad_checker"
     monkeypatch.setattr(compiler, "Child", lambda _, again: Child(module, again=again))
-    monkeypatch.setattr(compiler, "_CHECKERS", made)
+    monkeypatch.setattr(compiler, "_CHECKERS", grammars)
     yield
-    for each in made._all:
+    for each in grammars._all:
         each.close()
 
 
 def test_grammars_in_use_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that every request has is compiled again and again for the rare ones."""
     monkeypatch.setattr(compiler, "_KEPT", 2)
-    made = GrammarCompiler(byte_tokenizer(), 300, bounded=False)
+    grammars = GrammarCompiler(byte_tokenizer(), 300, bounded=False)
     rare = [Grammar.regex(text) for text in "abc"]
     for grammar in rare:
-        made.compile(YES)
-        made.compile(grammar)
-        assert made.kept(grammar) is not None
-        assert made.kept(YES) is not None
-    assert [made.kept(grammar) is None for grammar in rare] == [True, True, False]
+        grammars.compile(YES)
+        grammars.compile(grammar)
+        assert grammars.kept(grammar) is not None
+        assert grammars.kept(YES) is not None
+    assert [grammars.kept(grammar) is None for grammar in rare] == [True, True, False]
 
 
 @pytest.mark.usefixtures("bad_checkers")
@@ -185,12 +185,12 @@ def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
     Threads that went on for minutes took all four slots, and could end the process.
     """
-    made = GrammarCompiler(byte_tokenizer(), 300)
-    made.compile(YES)
+    grammars = GrammarCompiler(byte_tokenizer(), 300)
+    grammars.compile(YES)
 
     def refused(text: str) -> str:
         with pytest.raises(ConfigError) as raised:
-            made.compile(Grammar.regex(text))
+            grammars.compile(Grammar.regex(text))
         return str(raised.value)
 
     with ThreadPoolExecutor(12) as pool, monkeypatch.context() as patch:
@@ -205,7 +205,7 @@ def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert "takes longer" in said["slow"]
     until(lambda: not compiler._running)
     for i in range(2 * compiler.AT_ONCE):
-        made.compile(Grammar.regex(f"quick{i}"))
+        grammars.compile(Grammar.regex(f"quick{i}"))
 
 
 def test_a_stack_that_is_too_small_ends_the_child_alone(
@@ -230,10 +230,10 @@ def test_no_memory_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    made = GrammarCompiler(byte_tokenizer(), 300)
+    grammars = GrammarCompiler(byte_tokenizer(), 300)
     for _ in range(2):
         with pytest.raises(ConfigError, match="give a shorter one"):
-            made.compile(YES)
+            grammars.compile(YES)
 
 
 ENDS = """
@@ -332,7 +332,7 @@ def test_gguf_tokenizers_spell_what_grammars_allow(
     """
     file = write_gguf(tmp_path / "t.gguf", "llama", {}, {}, vocabulary)
     tokenizer: Any = build_tokenizer(read_header(file))
-    made = GrammarCompiler(tokenizer, len(tokenizer.get_vocab()))
+    grammars = GrammarCompiler(tokenizer, len(tokenizer.get_vocab()))
     for text in TEXTS:
         tokens = tokenizer.encode("x" + text, add_special_tokens=False)
         # A prefix space is no part of a text in the middle.
@@ -340,7 +340,7 @@ def test_gguf_tokenizers_spell_what_grammars_allow(
             n for n in range(len(tokens)) if tokenizer.decode(tokens[:n]) == "x"
         )
         quoted = json.dumps(text, ensure_ascii=False)
-        matcher = made.compile(Grammar.lark(f"start: {quoted}"))._matcher
+        matcher = grammars.compile(Grammar.lark(f"start: {quoted}"))._matcher
         for token in tokens[first:]:
             assert not matcher.is_accepting()
             assert matcher.validate_tokens([token]) == 1, (text, token)

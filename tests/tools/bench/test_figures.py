@@ -31,7 +31,7 @@ MIB = 2**20
 def request(tokens: int = 4, *counts: int, **others: Any) -> RequestRecord:
     """One of (rounds, drafted, accepted)."""
     rounds, drafted, accepted = counts or (0, 0, 0)
-    made = RequestRecord(
+    record = RequestRecord(
         prompt_tokens=3,
         tokens=tokens,
         rounds=rounds,
@@ -41,7 +41,7 @@ def request(tokens: int = 4, *counts: int, **others: Any) -> RequestRecord:
         ended=1.0,
         digest="x",
     )
-    return replace(made, **others)
+    return replace(record, **others)
 
 
 def job(seconds: float, *requests: RequestRecord, **others: Any) -> JobRecord:

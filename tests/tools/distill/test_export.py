@@ -54,24 +54,24 @@ def test_a_folder_that_mlx_lm_loads(
     """Logits are those that training ended with; specdec decodes with it, exactly."""
     count = COUNTS.get(arch, 3)
     target = write_target(tmp_path / "target", arch, num_hidden_layers=count)
-    made = Job(brief(target, tmp_path / "out", bits=bits, widen=2), quietly)
-    card = made.run()
+    job = Job(brief(target, tmp_path / "out", bits=bits, widen=2), quietly)
+    card = job.run()
     loaded: Any = mlx_lm.load(str(tmp_path / "out"))
     model, tokenizer = loaded
-    assert tokenizer.get_vocab() == made.target.tokenizer.get_vocab()
+    assert tokenizer.get_vocab() == job.target.tokenizer.get_vocab()
     assert len(model.layers) == 2
     if bits is None:
-        wanted = made.student.model(TOKENS)
+        wanted = job.student.model(TOKENS)
         np.testing.assert_array_equal(model(TOKENS), wanted)
     else:
-        draft = load_draft(str(tmp_path / "out"), made.target, dtype="float32")
+        draft = load_draft(str(tmp_path / "out"), job.target, dtype="float32")
         named = dict(_flat(draft.model))
-        for name, array in _flat(made.student.model):
+        for name, array in _flat(job.student.model):
             if array.ndim == 2 and ".layers." in name:
                 size = 64 if array.shape[-1] % 64 == 0 else 32
                 packed = mx.quantize(array, group_size=size, bits=bits)
                 stored = mx.dequantize(*packed, group_size=size, bits=bits)
-                found = named[made.student.prefix + name]
+                found = named[job.student.prefix + name]
                 assert bool(mx.array_equal(found, stored)), name
     assert card["bits"] == bits
     run = ["run", "--target", str(target), "-p", "What is 2?", "-m", "12"]

@@ -110,8 +110,8 @@ def test_a_kill_at_any_call_leaves_one_draft_or_none(tmp_path: Path) -> None:
     assert min(seen.count("old"), seen.count("none")) > len(NEW)
 
 
-def _as(found: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: found[name] for name in OLD if name in found}
+def _as(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: files[name] for name in OLD if name in files}
 
 
 def test_a_half_written_draft_is_refused(tmp_path: Path) -> None:

@@ -132,15 +132,15 @@ def test_measuring_takes_a_small_share_of_a_budget_of_minutes(
 
 def test_the_target_stays_as_it_is(target: Path, tmp_path: Path) -> None:
     """Embedding and head are its own arrays; layers were its own in the beginning."""
-    made = Job(longer(options(target, tmp_path / "out"), 300), quietly)
+    job = Job(longer(options(target, tmp_path / "out"), 300), quietly)
     before = dict(weights(target))
-    begun = made.student.parameters
-    made.run()
-    assert same(dict(_flat(made.target.model)), before)
+    begun = job.student.parameters
+    job.run()
+    assert same(dict(_flat(job.target.model)), before)
     learnt = weights(tmp_path / "out")
     name = "model.embed_tokens.weight"
     assert same(learnt[name], before[name])
-    assert not same(begun, made.student.parameters)
+    assert not same(begun, job.student.parameters)
 
 
 def _flat(model: Any) -> Any:
@@ -157,7 +157,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights, optimizer and data order, to the bit; two epochs and more."""
-    card, made = whole
+    card, job = whole
     parts = options(target, tmp_path / "parts", resume=True)
     for steps in (3, 7):
         stopped(steps)
@@ -167,7 +167,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     resumed = run(parts)
     assert resumed["training"]["steps"] == card["training"]["steps"] > 8
     assert resumed["agreement"] == card["agreement"]
-    assert same(weights(made), weights(tmp_path / "parts"))
+    assert same(weights(job), weights(tmp_path / "parts"))
 
 
 def test_a_smaller_budget_stores_what_was_learnt_so_far(
@@ -188,14 +188,14 @@ def test_a_killed_run_goes_on_exactly(
     target: Path, whole: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     """Killed while it learns; the end is that of a run in one piece."""
-    (in_one, made), out = whole, tmp_path / "out"
+    (in_one, job), out = whole, tmp_path / "out"
     program = [sys.executable, "-m", "tests.tools.distill.killed"]
     done = subprocess.run([*program, str(target), str(out), "2"], check=False)
     assert done.returncode == -signal.SIGKILL, "it ended before it was killed"
     assert (out / "work" / NAME).exists()
     card = run(options(target, out, resume=True))
     assert card["training"]["steps"] == in_one["training"]["steps"]
-    assert same(weights(out), weights(made))
+    assert same(weights(out), weights(job))
 
 
 def test_clipping_does_not_depend_on_the_order_of_names() -> None:

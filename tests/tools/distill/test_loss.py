@@ -32,27 +32,27 @@ def test_chunks_add_up_to_the_whole(chunk: int, hard: float) -> None:
     weights = mx.random.uniform(shape=(N,), key=keys[3])
     weights[5] = 0.0
     loss = ChunkedLoss(head, hard=hard, chunk=chunk)
-    found, (gradient,) = loss.value_and_gradients(states, target, weights)
+    divergence, (gradient,) = loss.value_and_gradients(states, target, weights)
     wanted, wanted_gradient = mx.value_and_grad(whole)(
         states, target, weights, head, hard
     )
-    np.testing.assert_allclose(found.loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(divergence.loss, wanted, rtol=1e-5)
     np.testing.assert_allclose(gradient, wanted_gradient, rtol=1e-4, atol=1e-5)
     assert not np.any(np.array(gradient[5]))
     np.testing.assert_allclose(
-        found.kl, whole(states, target, weights, head, 0.0), rtol=1e-5
+        divergence.kl, whole(states, target, weights, head, 0.0), rtol=1e-5
     )
     same = mx.argmax(states @ head.T, axis=-1) == mx.argmax(target @ head.T, axis=-1)
-    np.testing.assert_allclose(found.agreed, (same * weights).sum(), rtol=1e-6)
+    np.testing.assert_allclose(divergence.agreed, (same * weights).sum(), rtol=1e-6)
     alone = loss.value(states, target, weights)
-    np.testing.assert_allclose(alone.kl, found.kl, rtol=1e-6)
+    np.testing.assert_allclose(alone.kl, divergence.kl, rtol=1e-6)
 
 
 def test_nothing_is_lost_between_equals() -> None:
     states = mx.random.normal((8, D), key=mx.random.key(0))
     head = mx.random.normal((V, D), key=mx.random.key(1))
     loss = ChunkedLoss(head, hard=0.0, chunk=4)
-    found, (gradient,) = loss.value_and_gradients(states, states, mx.ones(8))
-    np.testing.assert_allclose(found.kl, 0.0, atol=1e-5)
+    divergence, (gradient,) = loss.value_and_gradients(states, states, mx.ones(8))
+    np.testing.assert_allclose(divergence.kl, 0.0, atol=1e-5)
     np.testing.assert_allclose(gradient, np.zeros((8, D)), atol=1e-5)
-    assert float(found.agreed) == 8
+    assert float(divergence.agreed) == 8

@@ -41,10 +41,10 @@ def test_it_is_small_and_made_of_the_targets_own_text() -> None:
 def test_its_readme_is_its_card() -> None:
     """With the target's licence and where that is from, which nothing else is."""
     card = json.loads((FOLDER / "distill.json").read_text("utf-8"))
-    found = (FOLDER / "README.md").read_text("utf-8").splitlines()
-    made = readme(card).splitlines()
-    added = [line for line in found if line not in made]
-    assert [line for line in found if line and line in made] == [
-        line for line in made if line
+    lines_there = (FOLDER / "README.md").read_text("utf-8").splitlines()
+    of_card = readme(card).splitlines()
+    added = [line for line in lines_there if line not in of_card]
+    assert [line for line in lines_there if line and line in of_card] == [
+        line for line in of_card if line
     ]
     assert added[0] == "license: apache-2.0"

@@ -72,8 +72,8 @@ def test_the_chat_template_can_be_ignored(
     monkeypatch.setattr(module, "certify_tokens", watched)
     for ignored in (False, True):
         params = SamplingParams(max_tokens=2)
-        found = certify(decoder, ["Hi"], params, ignore_chat_template=ignored)
-        assert found.verdict == "exact"
+        certificate = certify(decoder, ["Hi"], params, ignore_chat_template=ignored)
+        assert certificate.verdict == "exact"
     encode = decoder.tokenizer.encode
     assert shown == [tuple(encode("<Hi>")), tuple(encode("Hi"))]
 
@@ -83,8 +83,8 @@ def test_every_prompt_has_a_seed_of_its_own(tiny_model: TinyModel) -> None:
     decoder = make_decoder(tiny_model)
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=4)
     prompts = [[5, 6, 7], [5, 6, 7]]
-    found = certify(decoder, prompts, params)
-    assert found.verdict == "exact"
+    certificate = certify(decoder, prompts, params)
+    assert certificate.verdict == "exact"
     one, two = (r.token_ids for r in decoder.generate(prompts, params))
     assert one != two
 
@@ -111,9 +111,9 @@ def test_the_context_ends_both(tiny_model: TinyModel) -> None:
     from specdec.decoder import SpecDecoder
 
     short = SpecDecoder(decoder.target, config=decoder.config)
-    found = certify(short, [[5] * 10, [6] * 3], SamplingParams(max_tokens=20))
-    assert isinstance(found, TokenCertificate)
-    assert (found.verdict, found.tokens) == ("exact", 2 + 9)
+    certificate = certify(short, [[5] * 10, [6] * 3], SamplingParams(max_tokens=20))
+    assert isinstance(certificate, TokenCertificate)
+    assert (certificate.verdict, certificate.tokens) == ("exact", 2 + 9)
     with pytest.raises(PromptError, match="prompt 1: it has 13 tokens"):
         certify(short, [[5], [6] * 13])
 
@@ -121,19 +121,19 @@ def test_the_context_ends_both(tiny_model: TinyModel) -> None:
 @pytest.mark.parametrize("rounding", [False, True])
 def test_how_it_reads(tiny_model: TinyModel, rounding: bool) -> None:
     decoder = make_decoder(tiny_model, rounding=rounding)
-    found = certify(decoder, make_prompts(), SamplingParams(max_tokens=30))
-    assert isinstance(found, TokenCertificate)
-    lines = summary(found).splitlines()
-    json.dumps(found.to_dict(), allow_nan=False)
+    certificate = certify(decoder, make_prompts(), SamplingParams(max_tokens=30))
+    assert isinstance(certificate, TokenCertificate)
+    lines = summary(certificate).splitlines()
+    json.dumps(certificate.to_dict(), allow_nan=False)
     if not rounding:
         assert lines == [
             "verdict: exact: 180 of 180 tokens of 6 prompts equal plain decoding; "
-            f"log-probabilities within {found.logprob_difference:.2g}"
+            f"log-probabilities within {certificate.logprob_difference:.2g}"
         ]
         return
     assert lines[0].split()[:4] == ["prompt", "token", "plain", "engine"]
-    assert [line.split()[-1] for line in lines[1:-2]] == ["tie"] * found.ties
-    assert lines[-1].startswith(f"verdict: exact up to {found.ties} tie")
+    assert [line.split()[-1] for line in lines[1:-2]] == ["tie"] * certificate.ties
+    assert lines[-1].startswith(f"verdict: exact up to {certificate.ties} tie")
 
 
 def test_a_fault_of_fitted_layers_is_not_the_reference_s_too(

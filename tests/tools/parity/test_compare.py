@@ -52,8 +52,8 @@ def evidence(
     ],
 )
 def test_ties_and_failures(changes: dict[str, Any], why: str | None) -> None:
-    found = why_no_tie(evidence(**changes))
-    assert found is None if why is None else why in str(found)
+    reason = why_no_tie(evidence(**changes))
+    assert reason is None if why is None else why in str(reason)
 
 
 @given(
@@ -65,8 +65,8 @@ def test_ties_and_failures(changes: dict[str, Any], why: str | None) -> None:
 def test_a_gap_beyond_the_noise_is_never_a_tie(
     step: float, verify: float, noise: float, logprob: float | None
 ) -> None:
-    found = evidence(step=step, verify=verify, noise=noise, logprob=logprob)
-    if why_no_tie(found) is None:
+    measured = evidence(step=step, verify=verify, noise=noise, logprob=logprob)
+    if why_no_tie(measured) is None:
         gaps = [abs(step), abs(verify), *([] if logprob is None else [abs(logprob)])]
         assert noise > 0
         assert max(gaps) <= 2 * noise

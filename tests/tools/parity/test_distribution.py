@@ -38,48 +38,48 @@ def verified(
     decoder: SpecDecoder, rule: Any, *, draws: int = 500, **changes: Any
 ) -> DistributionCertificate:
     params = SamplingParams(max_tokens=5, temperature=1.5, verification=rule, seed=11)
-    found = certify(
+    certificate = certify(
         decoder, make_prompts(2, VOCAB), replace(params, **changes), draws=draws
     )
-    assert isinstance(found, DistributionCertificate)
-    return found
+    assert isinstance(certificate, DistributionCertificate)
+    return certificate
 
 
 @BY_RULE
 def test_right_rules_are_consistent(decoder: SpecDecoder, rule: str) -> None:
-    found = verified(decoder, rule)
-    assert (found.verdict, found.passed) == ("consistent", True)
-    assert found.df > 30
-    assert 0 < found.accepted < found.drafted
-    assert min(found.p_values.values()) > 1e-3
+    certificate = verified(decoder, rule)
+    assert (certificate.verdict, certificate.passed) == ("consistent", True)
+    assert certificate.df > 30
+    assert 0 < certificate.accepted < certificate.drafted
+    assert min(certificate.p_values.values()) > 1e-3
     # The prompts themselves, and what comes after some of their tokens.
-    assert [t.fit.draws for t in found.prefixes if not t.tokens] == [500, 500]
-    assert max(len(t.tokens) for t in found.prefixes) >= 3
-    assert all(t.fit.draws >= 20 for t in found.prefixes)
-    fields = found.to_dict()
-    assert fields["df"] == found.df
-    assert len(fields["prefixes"]) == len(found.prefixes)  # type: ignore[arg-type]
+    assert [t.fit.draws for t in certificate.prefixes if not t.tokens] == [500, 500]
+    assert max(len(t.tokens) for t in certificate.prefixes) >= 3
+    assert all(t.fit.draws >= 20 for t in certificate.prefixes)
+    fields = certificate.to_dict()
+    assert fields["df"] == certificate.df
+    assert len(fields["prefixes"]) == len(certificate.prefixes)  # type: ignore[arg-type]
 
 
 @BY_RULE
 def test_a_peaked_distribution(decoder: SpecDecoder, rule: str) -> None:
     """With one likely token there is hardly a cell; what is beside it still counts."""
-    found = verified(decoder, rule, temperature=0.05, draws=40)
-    assert found.verdict == "consistent"
+    certificate = verified(decoder, rule, temperature=0.05, draws=40)
+    assert certificate.verdict == "consistent"
 
 
 def test_nothing_drafted_certifies_nothing(tiny_model: TinyModel) -> None:
     decoder = make_decoder(tiny_model, vocab_size=VOCAB, draft="none")
-    found = verified(decoder, "rejection", draws=40)
-    assert (found.verdict, found.passed) == ("incomplete", False)
+    certificate = verified(decoder, "rejection", draws=40)
+    assert (certificate.verdict, certificate.passed) == ("incomplete", False)
 
 
 def test_a_row_with_an_error_is_a_failure(decoder: SpecDecoder) -> None:
     weight = decoder.target.model.model.norm.weight
     decoder.target.model.model.norm.weight = weight * float("nan")
-    found = verified(decoder, "rejection", draws=20)
-    assert found.verdict == "failure"
-    assert len(found.errors) == 40
+    certificate = verified(decoder, "rejection", draws=20)
+    assert certificate.verdict == "failure"
+    assert len(certificate.errors) == 40
 
 
 # Faults of the rules.
@@ -95,8 +95,8 @@ def draws_changed(change: Callable[[mx.array], mx.array]) -> Callable[[Patch], N
             def wrong(
                 proposed: Proposed, uniform: mx.array, right: Any = right
             ) -> AcceptedPrefix:
-                found: AcceptedPrefix = right(proposed, change(uniform))
-                return found
+                prefix: AcceptedPrefix = right(proposed, change(uniform))
+                return prefix
 
             patch.setattr(rejection_sampler, name, wrong)
 
@@ -140,5 +140,7 @@ def test_planted_faults_are_failures(
     # A fault of a cache shows only after the first round, and in some rows.
     few = name in ("keeps everything", *CACHE_FAULTS)
     draws = 300 if few else 1000 if name == "extra from the target" else 700
-    found = verified(decoder, rule, draws=draws, max_tokens=7)
-    assert (found.verdict, found.passed) == ("failure", False), found.p_values
+    certificate = verified(decoder, rule, draws=draws, max_tokens=7)
+    assert (certificate.verdict, certificate.passed) == ("failure", False), (
+        certificate.p_values
+    )

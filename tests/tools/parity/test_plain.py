@@ -31,10 +31,10 @@ def test_it_draws_with_the_noise_of_seed_and_position(tiny_model: TinyModel) -> 
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=-3)
     plain = PlainTarget(model)
     for prompt in make_prompts(4):
-        found = plain.decode(
+        decoded = plain.decode(
             prompt, max_tokens=12, ends=frozenset(), temperature=0.8, seed=-3
         )
-        assert list(found.tokens) == plainly(model, prompt, params).tokens
+        assert list(decoded.tokens) == plainly(model, prompt, params).tokens
 
 
 def test_it_stops_after_a_token_that_ends_a_row(tiny_model: TinyModel) -> None:
@@ -42,9 +42,9 @@ def test_it_stops_after_a_token_that_ends_a_row(tiny_model: TinyModel) -> None:
     plain = PlainTarget(model)
     whole = plain.decode([5], max_tokens=12, ends=frozenset()).tokens
     ends = frozenset(whole[4:5])
-    found = plain.decode([5], max_tokens=12, ends=ends)
-    assert found.tokens == whole[: whole.index(whole[4]) + 1]
-    assert len(found.logprobs) == len(found.tokens)
+    decoded = plain.decode([5], max_tokens=12, ends=ends)
+    assert decoded.tokens == whole[: whole.index(whole[4]) + 1]
+    assert len(decoded.logprobs) == len(decoded.tokens)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
@@ -59,23 +59,23 @@ def test_every_shape_scores_the_same_prefix(
     prompt, tokens = make_prompts(4)[3], [3, 1, 4, 1, 5, 9, 2, 6]
     for n in range(len(tokens) + 1):
         whole = model(mx.array([[*prompt, *tokens[:n]]]))[0, -1]
-        found = plain.logits(
+        logits = plain.logits(
             prompt,
             tokens[:n],
             batch_size=batch_size,
             width=width,
             prefill_step_size=7,
         )
-        assert found.dtype == mx.float32
-        assert mx.abs(found - whole).max().item() < 1e-4  # type: ignore[operator]
+        assert logits.dtype == mx.float32
+        assert mx.abs(logits - whole).max().item() < 1e-4  # type: ignore[operator]
 
 
 def test_the_noise_is_the_engines() -> None:
     """Written down twice, so that one can be compared with the other."""
     seed, position = 7, 12
-    found = scores(mx.zeros(50), temperature=1.0, seed=seed, position=position)
+    drawn = scores(mx.zeros(50), temperature=1.0, seed=seed, position=position)
     engine = gumbel_noise(mx.array([seed], mx.uint32), mx.array([[position]]), 50)
-    assert mx.array_equal(found, engine[0, 0])
+    assert mx.array_equal(drawn, engine[0, 0])
 
 
 def test_kv_bits_that_mlx_lm_does_not_have(tiny_model: TinyModel) -> None:
@@ -91,8 +91,8 @@ def test_packed_keys_for_code_that_takes_none() -> None:
     reference = PlainTarget(model, kv_bits=4, kv_group_size=architectures.GROUP_SIZE)
     for prompt in architectures.PROMPTS:
         wanted = architectures.plain(model, prompt, kv_bits=4)
-        found = reference.decode(prompt, max_tokens=len(wanted), ends=frozenset())
-        assert list(found.tokens) == wanted
+        decoded = reference.decode(prompt, max_tokens=len(wanted), ends=frozenset())
+        assert list(decoded.tokens) == wanted
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_packed_keys_for_code_that_takes_none() -> None:
 def test_the_reference_is_independent(name: str, allowed: set[str]) -> None:
     """It takes nothing of the engine; what classifies takes no models either."""
     file = Path(specdec.tools.parity.__file__).with_name(f"{name}.py")
-    found = set()
+    imported = set()
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").partition(".")[0])
+            imported.add((node.module or "").partition(".")[0])
         elif isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
     standard = {"__future__", "collections", "dataclasses", "typing"}
-    assert found - standard <= allowed
+    assert imported - standard <= allowed

@@ -51,17 +51,17 @@ def test_the_rare_tail_bounds_poissons() -> None:
 
 def test_cells() -> None:
     p = np.array([0.5, 0.3, 0.17, 0.02, 0.01])
-    found = fit({0: 50, 1: 30, 2: 17, 3: 2, 4: 1}, p)
-    assert (found.draws, found.df, found.rare) == (100, 2, 3)
-    assert found.statistic == pytest.approx(0.0)
-    assert found.rare_expected == pytest.approx(3.0)
+    result = fit({0: 50, 1: 30, 2: 17, 3: 2, 4: 1}, p)
+    assert (result.draws, result.df, result.rare) == (100, 2, 3)
+    assert result.statistic == pytest.approx(0.0)
+    assert result.rare_expected == pytest.approx(3.0)
     # With enough draws the rare ones are a cell of their own.
-    found = fit({0: 500, 1: 300, 2: 170, 3: 20, 4: 10}, p)
-    assert (found.df, found.rare, found.rare_expected) == (4, 0, 0.0)
+    result = fit({0: 500, 1: 300, 2: 170, 3: 20, 4: 10}, p)
+    assert (result.df, result.rare, result.rare_expected) == (4, 0, 0.0)
     p = np.array([0.5, *[0.005] * 100])
-    found = fit({0: 100, 7: 100}, p)
-    assert (found.df, found.rare) == (1, 0)
-    assert found.statistic == pytest.approx(0.0)
+    result = fit({0: 100, 7: 100}, p)
+    assert (result.df, result.rare) == (1, 0)
+    assert result.statistic == pytest.approx(0.0)
 
 
 def test_p_values_are_not_too_small() -> None:
@@ -70,8 +70,8 @@ def test_p_values_are_not_too_small() -> None:
     small = 0
     for _ in range(2000):
         p = rng.dirichlet(np.full(30, 0.3))
-        found = fit(Counter(rng.choice(30, size=100, p=p).tolist()), p)
-        small += found.p_value < 0.01
+        result = fit(Counter(rng.choice(30, size=100, p=p).tolist()), p)
+        small += result.p_value < 0.01
     assert small <= 20 + 5 * math.sqrt(20)
 
 

@@ -32,9 +32,9 @@ def verified(
     decoder: SpecDecoder, *, max_tokens: int = 24, temperature: float = 0.0, **more: Any
 ) -> TokenCertificate:
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
-    found = certify(decoder, make_prompts(), params, **more)
-    assert isinstance(found, TokenCertificate)
-    return found
+    certificate = certify(decoder, make_prompts(), params, **more)
+    assert isinstance(certificate, TokenCertificate)
+    return certificate
 
 
 @pytest.mark.parametrize(
@@ -53,21 +53,21 @@ def test_without_fault_nothing_diverges(
 ) -> None:
     """Models of this size are rounded almost alike in every shape."""
     decoder = make_decoder(tiny_model, dtype=dtype, draft=draft)
-    found = verified(decoder, temperature=temperature)
-    assert (found.verdict, found.passed) == ("exact", True)
-    assert found.compared == found.tokens == 6 * 24
-    assert found.logprob_difference < 1e-4
-    assert (found.drafted > 0) == (draft == "near")
-    assert not found.divergences
-    assert not found.errors
+    certificate = verified(decoder, temperature=temperature)
+    assert (certificate.verdict, certificate.passed) == ("exact", True)
+    assert certificate.compared == certificate.tokens == 6 * 24
+    assert certificate.logprob_difference < 1e-4
+    assert (certificate.drafted > 0) == (draft == "near")
+    assert not certificate.divergences
+    assert not certificate.errors
 
 
 def test_rows_that_end(tiny_model: TinyModel) -> None:
     """A token that ends a row is compared, and nothing is expected after it."""
     decoder = make_decoder(tiny_model, ends=frozenset(range(8)))
-    found = verified(decoder, max_tokens=40, temperature=1.0)
-    assert found.verdict == "exact"
-    assert found.compared == found.tokens < 6 * 40
+    certificate = verified(decoder, max_tokens=40, temperature=1.0)
+    assert certificate.verdict == "exact"
+    assert certificate.compared == certificate.tokens < 6 * 40
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -77,9 +77,9 @@ def test_quantized_keys_and_values(tiny_model: TinyModel, bits: int) -> None:
         head_dim=32,
         config={"kv_bits": bits, "kv_group_size": 32, "prefill_step_size": 8},
     )
-    found = verified(decoder)
-    assert found.passed, found
-    assert found.compared == found.tokens
+    certificate = verified(decoder)
+    assert certificate.passed, certificate
+    assert certificate.compared == certificate.tokens
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -95,9 +95,9 @@ def test_the_reference_unpacks_where_the_engine_does(
         dtype=mx.bfloat16,
         config={"kv_bits": bits, "kv_group_size": 32, "prefill_step_size": 8},
     )
-    found = verified(decoder)
-    assert found.passed, [d.reason for d in found.divergences]
-    assert found.compared == found.tokens
+    certificate = verified(decoder)
+    assert certificate.passed, [d.reason for d in certificate.divergences]
+    assert certificate.compared == certificate.tokens
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_ties_of_a_machine_that_rounds(
 ) -> None:
     """All are ties, and everything after them is compared."""
     decoder = make_decoder(tiny_model, dtype=dtype, rounding=True)
-    found = verified(decoder, temperature=temperature, max_tokens=48)
-    assert found.verdict == "ties", [d.reason for d in found.divergences]
-    assert 0 < found.ties == len(found.divergences) <= 6 * 16
-    assert found.compared == found.tokens == 6 * 48
-    assert found.restarts > 0
-    places = [(d.prompt, d.position) for d in found.divergences]
+    certificate = verified(decoder, temperature=temperature, max_tokens=48)
+    assert certificate.verdict == "ties", [d.reason for d in certificate.divergences]
+    assert 0 < certificate.ties == len(certificate.divergences) <= 6 * 16
+    assert certificate.compared == certificate.tokens == 6 * 48
+    assert certificate.restarts > 0
+    places = [(d.prompt, d.position) for d in certificate.divergences]
     assert len(set(places)) == len(places)
-    for d in found.divergences:
+    for d in certificate.divergences:
         e = d.evidence
         assert e is not None
         assert d.prefix_tokens == len(make_prompts()[d.prompt]) + d.position
@@ -131,11 +131,11 @@ def test_ties_of_a_machine_that_rounds(
 def test_restarts_are_bounded(tiny_model: TinyModel) -> None:
     """What was not compared is said, and does not pass."""
     decoder = make_decoder(tiny_model, rounding=True)
-    found = verified(decoder, max_tokens=48, max_restarts=0)
-    assert (found.verdict, found.passed) == ("incomplete", False)
-    assert found.restarts == 0
-    assert found.compared < found.tokens
-    assert found.failures == 0
+    certificate = verified(decoder, max_tokens=48, max_restarts=0)
+    assert (certificate.verdict, certificate.passed) == ("incomplete", False)
+    assert certificate.restarts == 0
+    assert certificate.compared < certificate.tokens
+    assert certificate.failures == 0
 
 
 # Faults: each is what a plausible mistake would do.
@@ -269,15 +269,15 @@ def test_planted_faults_are_failures(
     FAULTS[name](monkeypatch)
     dtype = mx.bfloat16 if rounding else mx.float32
     decoder = make_decoder(tiny_model, dtype=dtype, rounding=rounding)
-    found = verified(decoder)
-    assert (found.verdict, found.passed) == ("failure", False)
-    failed = [d for d in found.divergences if d.kind == "failure"]
+    certificate = verified(decoder)
+    assert (certificate.verdict, certificate.passed) == ("failure", False)
+    failed = [d for d in certificate.divergences if d.kind == "failure"]
     assert failed
     for d in failed:
         assert d.reason
         if d.evidence is not None:  # measured without this engine, so without fault
             assert d.evidence.noise < (2 * ROUNDING if rounding else 1e-4)
-    for d in found.divergences:
+    for d in certificate.divergences:
         if d.evidence is not None and d.evidence.step.gap > 4 * ROUNDING:
             assert d.kind == "failure"
 
@@ -300,8 +300,8 @@ def test_a_fault_after_a_tie_is_found(
         return mx.where(late, (chosen + 1) % logits.shape[-1], chosen)
 
     monkeypatch.setattr(RowSampling, "choose", wrong)
-    found = verified(decoder, max_tokens=48)
-    kinds = [(d.kind, d.position) for d in found.divergences if d.prompt == i]
+    certificate = verified(decoder, max_tokens=48)
+    kinds = [(d.kind, d.position) for d in certificate.divergences if d.prompt == i]
     assert kinds == [("tie", tie), ("failure", tie + 2)]
 
 
@@ -315,18 +315,18 @@ def test_a_row_that_ends_early_is_a_failure(
         "remaining",
         property(lambda self: self.params.max_tokens - 1 - len(self.tokens)),
     )
-    found = verified(make_decoder(tiny_model))
-    assert found.verdict == "failure"
-    assert {d.position for d in found.divergences} == {23}
-    assert all(d.engine is None and d.evidence is None for d in found.divergences)
+    certificate = verified(make_decoder(tiny_model))
+    assert certificate.verdict == "failure"
+    assert {d.position for d in certificate.divergences} == {23}
+    assert all(d.engine is None and d.evidence is None for d in certificate.divergences)
 
 
 def test_a_row_with_an_error_is_a_failure(tiny_model: TinyModel) -> None:
     decoder = make_decoder(tiny_model)
     weight = decoder.target.model.model.norm.weight
     decoder.target.model.model.norm.weight = weight * float("nan")
-    found = verified(decoder)
-    assert found.verdict == "failure"
-    assert found.compared == 0
-    assert [i for i, _ in found.errors] == list(range(6))
-    assert "NaN" in found.errors[0][1]
+    certificate = verified(decoder)
+    assert certificate.verdict == "failure"
+    assert certificate.compared == 0
+    assert [i for i, _ in certificate.errors] == list(range(6))
+    assert "NaN" in certificate.errors[0][1]
