@@ -56,6 +56,10 @@ _TOKEN_FIELDS = {
     "__type", "content", "id", "lstrip", "normalized", "rstrip", "single_word",
     "special",
 }  # fmt: skip
+#: The most added tokens of a file. Speech models have 65,536.
+_MOST_ADDED = 1 << 17
+#: The most special tokens under names or in lists: transformers compares each with all.
+_MOST_NAMED = 10_000
 
 
 def check_folder(path: Path) -> None:
@@ -229,6 +233,7 @@ def _check_layers(config: Mapping[str, Any], file: Path, tensors: int) -> None:
 def _check_added_tokens(path: Path) -> None:
     """Check the files that transformers reads."""
     settings = _table(path / "tokenizer_config.json")
+    _check_named(settings, path / "tokenizer_config.json")
     tokens_by_file = {"tokenizer_config.json": [*_marked(settings)]}
     if "added_tokens_decoder" in settings:
         tokens_by_file["tokenizer_config.json"] += _members(
@@ -236,6 +241,7 @@ def _check_added_tokens(path: Path) -> None:
         )
     else:
         special = _table(path / "special_tokens_map.json")
+        _check_named(special, path / "special_tokens_map.json")
         extra = special.pop("extra_special_tokens", None)
         tokens = _table(path / "tokenizer.json").get("added_tokens")
         tokens_by_file["special_tokens_map.json"] = [
@@ -244,6 +250,7 @@ def _check_added_tokens(path: Path) -> None:
         ]
         tokens_by_file["tokenizer.json"] = _members(tokens)
     for name, tokens in tokens_by_file.items():
+        _check_count(len(tokens), _MOST_ADDED, "added", path / name)
         for token in tokens:
             unknown = token.keys() - _TOKEN_FIELDS if isinstance(token, dict) else ()
             for field in unknown:
@@ -251,6 +258,22 @@ def _check_added_tokens(path: Path) -> None:
                     f"{path / name} has an added token with the field "
                     f"{quoted(field)}, which does not exist: download it again"
                 )
+
+
+def _check_named(settings: Mapping[str, Any], file: Path) -> None:
+    count = sum(
+        len(_members(value)) if key.endswith("_tokens") else key.endswith("_token")
+        for key, value in settings.items()
+    )
+    _check_count(count, _MOST_NAMED, "special", file)
+
+
+def _check_count(count: int, most: int, kind: str, file: Path) -> None:
+    if count > most:
+        raise ModelError(
+            f"{file} has {count} {kind} tokens, and {most} are allowed: use another "
+            "model"
+        )
 
 
 def _members(holder: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..errors import ConfigError, is_panic
+from .tokenizer_check import LimitedEncoder
 
 
 class ExactStreamingDetokenizer(StreamingDetokenizer):
@@ -76,14 +77,30 @@ class ExactStreamingDetokenizer(StreamingDetokenizer):
 
 
 class ExactTokenizerWrapper(TokenizerWrapper):
-    """mlx-lm's wrapper around a tokenizer, with the exact detokenizer."""
+    """mlx-lm's wrapper around a tokenizer, with the exact detokenizer.
+
+    Texts that might take a tokenizer's expressions long are encoded within limits.
+    """
+
+    _limited: LimitedEncoder | None = None
 
     @classmethod
     def like(cls, wrapper: TokenizerWrapper) -> ExactTokenizerWrapper:
         """The same tokenizer, with everything that mlx-lm found out about it."""
         exact = cls.__new__(cls)
         vars(exact).update(vars(wrapper))
+        exact._limited = LimitedEncoder.of(wrapper)
         return exact
+
+    def encode(self, text: Any, **options: Any) -> Any:
+        """Token ids of a text, as transformers' tokenizer has it.
+
+        Raises:
+            PromptError: it takes too long.
+        """
+        if self._limited is None or not isinstance(text, str):
+            return self._tokenizer.encode(text, **options)
+        return self._limited.encode(text, **options)
 
     @property
     def detokenizer(self) -> ExactStreamingDetokenizer:

@@ -2,7 +2,8 @@
 
 A tokenizer comes with a model and is a program, too: it may make a text a million times
 as long, and its library ends with a panic where its tables are wrong. What is rare in
-one is tried in a child with limits before it is loaded.
+one is tried in a child with limits before it is loaded. Expressions that may be slow at
+some text encode every prompt there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from uuid import uuid4
 
-from ..errors import ModelError
+from ..errors import ModelError, PromptError
 from ..utils.child import Child, ChildError
 from ..utils.data_files import DataError, read_table
 from ..utils.printable import shorten
@@ -39,12 +42,20 @@ _USUAL = frozenset(
      "NFKD", "Prepend", "Punctuation", "Replace", "RobertaProcessing", "Sequence",
      "StripAccents", "TemplateProcessing", "Whitespace", "WhitespaceSplit", "WordPiece"}
 )  # fmt: skip
-#: What no expression of a well-known tokenizer has, and what may take time without
-#: end: repeated groups that repeat or choose, the same repeated twice, and references.
-_REPEATED = re.compile(
-    r"(?P<same>\[[^]]*\]|\\p\{\w+\}|\\?[^()])(?:[*+]|\{\d*,\d*\})(?P=same)[*+{]"
-    r"|\\[gk1-9]|\(\?[&R0-9(]"
+#: Real ones have up to twenty parts.
+_MOST_PARTS = 64
+#: What an expression is made of, and how often: texts, classes, characters.
+_ITEM = re.compile(
+    r"(?P<atom>(?P<group>\((?:\?i?:)?(?:[^\\()\[*+?{]|\[(?:\\.|[^]\\])+\])+\))"
+    r"|\[(?:\\.|[^]\\])+\]|\\[pP]\{\w+\}|\\[sSdDwWrnt]|\\\W|[^\\()\[\]{}*+?|^$])"
+    r"(?P<times>\*|\+|\?|\{(?P<least>\d{1,2})(?:,(?P<most>\d{0,2}))?\}|)(?![*+?{])"
 )
+#: Ends a run of spaces, and leaves one of them.
+_NO_SPACE = r"(?!\S)"
+#: In how many ways an alternative may begin.
+_MOST_WAYS = 8
+#: Characters that a slow tokenizer reads in a second at least.
+_PACE = 50_000
 
 
 def check_tokenizer_file(file: Path) -> None:
@@ -61,6 +72,11 @@ def check_tokenizer_file(file: Path) -> None:
     for name in _PARTS:
         _check_growth(parts[name], f"{file}: its {name}")
     for part in _members(parts["decoder"]):
+        if not _is_linear(_expression(part)):
+            raise ModelError(
+                f"{file}: its decoder looks for an expression that may take time "
+                "without end: use another model"
+            )
         # The library panics on tokens that are shorter.
         most = max((v for v in part.values() if type(v) is int), default=0)
         if part["type"] == "Strip" and most > _MOST_STRIPPED:
@@ -75,10 +91,12 @@ def check_tokenizer_file(file: Path) -> None:
             f"{file}: its model looks for parts of words of {longest} characters, and "
             f"{_LONGEST_WORD} are allowed: use another model"
         )
-    if all(map(_is_usual, _members(list(parts.values())))):
+    if len(members := [*_members(list(parts.values()))]) <= _MOST_PARTS and all(
+        map(_is_usual, members)
+    ):
         return
     try:
-        _CHILD.ask(str(file.resolve()), SECONDS)
+        _CHILD.ask({"file": str(file.resolve())}, SECONDS)
     except ChildError as error:
         text = "it fails" if error.kind == "ended" else str(error)
         raise ModelError(
@@ -93,15 +111,67 @@ def check_tokenizer(tokenizer: Any, source: str) -> None:
     Raises:
         ModelError: it does.
     """
+    for name, spec in _parts_of(tokenizer).items():
+        _check_growth(spec, f"{source}: its tokenizer's {name}")
+
+
+def _parts_of(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = {}
     for name in _PARTS:
         part: Any = getattr(backend, name, None)
         if hasattr(part, "__getstate__"):
-            try:
-                spec = json.loads(part.__getstate__())
-            except (TypeError, ValueError):  # made in Python: not of a file
-                continue
-            _check_growth(spec, f"{source}: its tokenizer's {name}")
+            with suppress(TypeError, ValueError):  # made in Python: not of a file
+                parts[name] = json.loads(part.__getstate__())
+    return parts
+
+
+class LimitedEncoder:
+    """Encodes texts in a child, within a time that grows with the text.
+
+    Args:
+        backend: a tokenizer of the library ``tokenizers``.
+    """
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+        self._name = uuid4().hex
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self | None:
+        """An encoder; ``None``: no text can take the tokenizer long."""
+        members = [*_members([*_parts_of(tokenizer).values()])]
+        if len(members) <= _MOST_PARTS and all(
+            _is_linear(_expression(part)) for part in members
+        ):
+            return None
+        return cls(tokenizer.backend_tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            PromptError: it takes too long or too much memory, or the tokenizer fails.
+        """
+        request = {
+            "name": self._name,
+            "text": text,
+            "add_special_tokens": add_special_tokens,
+            "split": self._backend.encode_special_tokens,
+        }
+        seconds = SECONDS + len(text) // _PACE
+        try:
+            ids = _CHILD.ask(request, seconds)
+            if ids is None:  # a new process
+                request["tokenizer"] = self._backend.to_str()
+                ids = _CHILD.ask(request, seconds)
+        except ChildError as error:
+            text = "it fails" if error.kind == "ended" else str(error)
+            raise PromptError(
+                f"the tokenizer cannot encode it ({shorten(text)}): change the prompt, "
+                "or use another model"
+            ) from error
+        return list(ids)
 
 
 def _members(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -116,30 +186,76 @@ def _members(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_usual(part: Mapping[str, Any]) -> bool:
-    pattern = part.get("pattern")
-    expression = pattern.get("Regex", "") if isinstance(pattern, Mapping) else ""
+    expression = _expression(part)
     if part["type"] == "Replace" and expression:
         return False  # the library panics where one matches nothing
     if part["type"] == "Split" or expression:
-        return len(str(expression)) < 1000 and not _may_repeat(str(expression))
+        return _is_linear(expression)
     return part["type"] in _USUAL
 
 
-def _may_repeat(expression: str) -> bool:
-    """Whether an expression may take a time that no power of a text's length bounds."""
-    plain = re.sub(r"\\[()|*+{]|\[(?:\\.|[^]\\])+\]", "x", expression)
-    repeats = [False]  # of each open group
-    for at, character in enumerate(plain):
-        if character == "(":
-            repeats.append(False)
-        elif character in "|*+{":
-            repeats[-1] = True
-        elif character == ")" and len(repeats) > 1:
-            inner = repeats.pop()
-            if inner and plain[at + 1 : at + 2] in ("*", "+", "{"):
-                return True
-            repeats[-1] |= inner
-    return bool(_REPEATED.search(expression))
+def _expression(part: Mapping[str, Any]) -> str:
+    pattern = part.get("pattern")
+    return str(pattern.get("Regex", "")) if isinstance(pattern, Mapping) else ""
+
+
+def _is_linear(expression: str) -> bool:
+    """Whether an expression surely takes a time in proportion to the text.
+
+    It has alternatives without nested repetition. One that has read a run of characters
+    takes it, or another one does.
+    """
+    alternatives: list[list[re.Match[str]]] = [[]]
+    at = 0
+    while at < len(expression) < 1000:
+        last = alternatives[-1]
+        if expression[at] == "|":
+            alternatives.append([])
+            at += 1
+        elif expression.startswith(_NO_SPACE, at) and last and last[-1][0] == r"\s+":
+            at += len(_NO_SPACE)
+        elif (item := _ITEM.match(expression, at)) is None:
+            return False
+        else:
+            last.append(item)
+            at = item.end()
+    return at == len(expression) and all(
+        _takes_runs(items, alternatives) for items in alternatives
+    )
+
+
+def _takes_runs(
+    items: Sequence[re.Match[str]], alternatives: Sequence[Sequence[re.Match[str]]]
+) -> bool:
+    ways, run = 1, len(items)
+    for i, item in enumerate(items):
+        if item["times"] in ("*", "+") or item["most"] == "":
+            run = i
+            break
+        ways *= 2 if item["times"] == "?" else 1
+        ways *= int(item["most"] or item["least"] or 0) - int(item["least"] or 0) + 1
+    texts = any(item["group"] and item["times"] not in ("", "?") for item in items)
+    if texts or ways > _MOST_WAYS:
+        return False
+    rest = items[run + 1 :]
+    if _cannot_fail(rest):
+        return True
+    # Where X*Y+ finds no Y, an alternative with X+ takes what it has read.
+    taken = [*(item[0] for item in items[:run]), items[run]["atom"] + "+"]
+    return (
+        items[run]["times"] == "*"
+        and rest[0]["times"] == "+"
+        and _cannot_fail(rest[1:])
+        and any(
+            [item[0] for item in other[: run + 1]] == taken
+            and _cannot_fail(other[run + 1 :])
+            for other in alternatives
+        )
+    )
+
+
+def _cannot_fail(items: Sequence[re.Match[str]]) -> bool:
+    return all(item["times"] in ("*", "?") for item in items)
 
 
 def _check_growth(spec: Any, where: str) -> None:

@@ -1,6 +1,8 @@
-"""The process in which rare tokenizers are tried."""
+"""The process in which rare tokenizers are tried, and encode."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -33,5 +35,31 @@ def _try(file: str) -> int:
     return len(ids)
 
 
+_TOKENIZERS: dict[str, Tokenizer] = {}
+
+
+def _encode(
+    name: str,
+    text: str,
+    add_special_tokens: bool,
+    split: bool,
+    tokenizer: str | None = None,
+) -> list[int] | None:
+    """Encode a text; ``None``: this process has no tokenizer of that name."""
+    if tokenizer is not None:
+        _TOKENIZERS[name] = Tokenizer.from_str(tokenizer)
+        _TOKENIZERS[name].no_truncation()
+        _TOKENIZERS[name].no_padding()
+    if name not in _TOKENIZERS:
+        return None
+    _TOKENIZERS[name].encode_special_tokens = split
+    encoding = _TOKENIZERS[name].encode(text, add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def _answer(request: dict[str, Any]) -> int | list[int] | None:
+    return _try(**request) if "file" in request else _encode(**request)
+
+
 if __name__ == "__main__":
-    serve(_try, memory=_MEMORY)
+    serve(_answer, memory=_MEMORY)

@@ -384,6 +384,8 @@ def _tried(work: Callable[[], T]) -> T:
     """
     try:
         return work()
+    except PromptError:
+        raise
     except BaseException as error:  # a tokenizer's files may hold anything
         if not (isinstance(error, Exception) or is_panic(error)):
             raise

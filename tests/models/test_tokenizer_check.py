@@ -15,7 +15,11 @@ from specdec.errors import ModelError, PromptError
 from specdec.models import tokenizer_check
 from specdec.models.loading import load
 from specdec.models.tokenizer import ExactTokenizerWrapper
-from specdec.models.tokenizer_check import check_tokenizer, check_tokenizer_file
+from specdec.models.tokenizer_check import (
+    LimitedEncoder,
+    check_tokenizer,
+    check_tokenizer_file,
+)
 from specdec.prompts import encode
 from tests.models.folders import write_folder
 
@@ -80,6 +84,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                        "pre_tokenizer can make a text 256 times"),
     "normalized bytes": ({"normalizer": sequence(*[{"type": "ByteLevel"}] * 8)},
                          "256 times"),
+    "expressions in answers": ({"decoder": replace("(a+)+b", "x", "Regex")},
+                               "may take time without end"),
     "long words": ({"model": {**MODEL, "type": "WordPiece",
                               "continuing_subword_prefix": "##",
                               "max_input_chars_per_word": 10**9}},
@@ -109,17 +115,43 @@ def spec(**parts: Any) -> str:
 
 @pytest.mark.parametrize(("parts", "message"), REFUSED.values(), ids=list(REFUSED))
 def test_what_takes_too_much_is_refused(
-    parts: dict[str, Any], message: str, tmp_path: Path
+    parts: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """7 kB that take over 2 GB for a short prompt, or end the process."""
     write_folder(tmp_path / "m", "llama")
     file = tmp_path / "m" / "tokenizer.json"
     whole = {**json.loads(file.read_text("utf-8")), **parts}
     file.write_text(json.dumps(whole), "utf-8")
+    if "takes longer" in message:
+        monkeypatch.setattr(tokenizer_check, "SECONDS", 2)
     with pytest.raises(ModelError, match=message.replace("+", r"\+")) as raised:
         load(str(tmp_path / "m"))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [("tokenizer_config.json", "additional_special_tokens"),
+     ("tokenizer_config.json", "extra_special_tokens"),
+     ("tokenizer_config.json", None), ("special_tokens_map.json", None),
+     ("special_tokens_map.json", "extra_special_tokens"),
+     ("tokenizer.json", "added_tokens")],
+)  # fmt: skip
+def test_too_many_added_tokens(file: str, key: str | None, tmp_path: Path) -> None:
+    """transformers compares each special token with all: 100,000 take minutes."""
+    write_folder(tmp_path / "m", "llama")
+    path = tmp_path / "m" / file
+    names = {f"x{i}_token": f"<x{i}>" for i in range(140_000)}
+    added: Any = [{"content": each} for each in names.values()]
+    more = names if key is None else {key: added if key[:2] == "ad" else names}
+    table = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**table, **more}), "utf-8")
+    with pytest.raises(ModelError, match=rf"{file} has 14000\d \w+ tokens, and"):
+        load(str(tmp_path / "m"))
 
 
 def test_a_child_that_takes_too_long(
@@ -146,7 +178,12 @@ def test_usual_tokenizers_are_not_tried(
         split(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
               r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
         split(r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}"
-              r"\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?| ?[^\s\p{L}\p{N}]+[\r\n/]*"),
+              r"\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}"
+              r"\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|"
+              r"'d)?| ?[^\s\p{L}\p{N}]+[\r\n/]*"),
+        split(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
+        split(r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
+              r"[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
         {**BYTES, "use_regex": True},
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"},
     ):  # fmt: skip
@@ -163,6 +200,38 @@ def fast(**parts: Any) -> Any:
 
 def wrapped(**parts: Any) -> Any:
     return ExactTokenizerWrapper(fast(**parts))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [r"[a-z]+\d", r"\s*[\r\n]+", "x*y+|x+z", r"\w+\b", "a+(?!b)", r"a?a?a?a?a?aaaa",
+     "[ab]{0,99}[ab]{0,99}c", "(?:qz|qzq|zq)+$", "(ab)*c", "a{2,}b", "a++b", "(?=a+b)a",
+     "(?x) a + a + b", r"a+(b|c)", r"\X+a", "[[:alpha:]]+a", "x" * 1000],
+)  # fmt: skip
+def test_expressions_that_may_take_long_are_told(expression: str) -> None:
+    """Those whose time may grow with the square of a text, or faster."""
+    assert LimitedEncoder.of(wrapped(pre_tokenizer=split(r"\s+|\p{L}?"))) is None
+    assert LimitedEncoder.of(wrapped(pre_tokenizer=split(expression))) is not None
+
+
+def test_one_prompt_that_takes_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial finds the text that an expression was made for: it held the process."""
+    monkeypatch.setattr(tokenizer_check, "SECONDS", 1)
+    around = template("<u>", "A", "<u>")
+    parts = {"pre_tokenizer": split("(?:qz|q|z)+[0-9]"), "post_processor": around}
+    limited = ExactTokenizerWrapper.like(wrapped(**parts))
+    for text in ("a", "a b", "<u> b"):
+        for options in ({}, {"add_special_tokens": False}):
+            assert limited.encode(text, **options) == fast(**parts).encode(
+                text, **options
+            )
+    text = ("qz" * 17 + "!") * 4000 + "5"
+    with pytest.raises(PromptError, match="it takes longer than 3 s"):
+        encode(limited, text, ignore_chat_template=True)
+    assert encode(limited, "a", ignore_chat_template=True).token_ids == (2, 0, 2)
+    panics = ExactTokenizerWrapper.like(wrapped(**parts, normalizer=UNUSUAL))
+    with pytest.raises(PromptError, match="it fails"):
+        panics.encode("a")
 
 
 def test_a_panic_is_one_prompts_loss() -> None:
