@@ -64,13 +64,16 @@ def _check_whole(model: nn.Module, folder: Path, *, whole: bool) -> None:
             f"adapter {folder} does not hold what its {_CONFIG} names (of its arrays "
             f"{what}): train it again, or copy the whole folder"
         )
-    odd = [
-        n for n, array in stored.items() if not mx.issubdtype(array.dtype, mx.floating)
-    ]
-    if odd:
-        raise ModelError(
-            f"adapter {folder}: {odd[0]} has no floating-point numbers: train it again"
-        )
+    for name, array in stored.items():
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise ModelError(
+                f"adapter {folder}: {name} has no floating-point numbers: train it "
+                "again"
+            )
+        if name in wanted and not mx.isfinite(array).all().item():
+            raise ModelError(
+                f"adapter {folder}: {name} holds NaN or infinity: train it again"
+            )
     adapted = [layer for _, layer in model.named_modules() if "lora_b" in layer]
     if adapted and not any(map(_changes, adapted)):
         raise ModelError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from .data_files import check_shape, parse_json
 
 #: The compiler that MLX calls on Linux.
 INSTALL_GXX = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
@@ -47,13 +48,12 @@ def _source() -> str | None:
     """The checkout or the wheel that specdec was installed from, if it is there."""
     try:
         text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
-    url = urlsplit(json.loads(text or "{}").get("url", ""))
-    path = Path(unquote(url.path))
-    if url.scheme != "file":
-        return None
-    return str(path) if path.is_file() or (path / "pyproject.toml").is_file() else None
+        url = urlsplit(check_shape(parse_json(text or ""), {"url": str})["url"])
+        path = Path(unquote(url.path))
+        there = path.is_file() or (path / "pyproject.toml").is_file()
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return None  # also where the file is damaged
+    return str(path) if url.scheme == "file" and there else None
 
 
 def is_backend(error: ImportError) -> bool:

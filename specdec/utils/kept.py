@@ -48,7 +48,9 @@ def private_folder(name: str) -> Path:
 
 
 def _others_write(entry: os.stat_result) -> bool:
-    """Whether others can replace what is in a folder."""
+    """Whether others can replace what is in a folder, its owner among them."""
+    if entry.st_uid not in (0, os.geteuid()):
+        return True
     # Many systems give each user a group of their own.
     group = 0 if entry.st_gid == os.getegid() else stat.S_IWGRP
     writers = entry.st_mode & (stat.S_IWOTH | group)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +33,8 @@ _VISIBLE, _KERNELS = "CUDA_VISIBLE_DEVICES", "MLX_PTX_CACHE_DIR"
 _COUNT = "import mlx.core as mx; print(mx.device_count(mx.DeviceType.gpu))"
 # Seconds that counting the devices may take: each is initialised.
 _COUNTING = 120
+# Seconds after which a file that MLX has begun is complete.
+_SETTLED = 10
 # The user's value of CUDA_VISIBLE_DEVICES, once all but one device are hidden.
 _user_visible: list[str | None] = []
 
@@ -62,7 +68,7 @@ def prepare_process() -> None:
 
 
 def _kernel_folder() -> str:
-    """Where MLX keeps compiled kernels: a folder for each MLX and kind of GPU.
+    """Where MLX keeps compiled kernels: by MLX, kind of GPU and concurrent process.
 
     Where no folder is safe, a path that cannot exist: MLX keeps nothing.
     """
@@ -77,7 +83,7 @@ def _kernel_folder() -> str:
     try:
         facts.append(metadata.version("mlx"))
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-        return str(private_folder(f"cuda-{digest}"))
+        return str(_unshared_folder(f"cuda-{digest}"))
     except metadata.PackageNotFoundError:
         pass
     except OSError as error:
@@ -88,6 +94,42 @@ def _kernel_folder() -> str:
             _KERNELS,
         )
     return str(Path(os.devnull, "none"))
+
+
+def _unshared_folder(name: str) -> Path:
+    """A private folder that no other process uses at this time.
+
+    MLX writes compiled kernels in place, and another process could read a part of one.
+    The first folder that is free is taken, and gets what is complete in the others.
+
+    Raises:
+        OSError: it cannot be made, or others can write to it.
+    """
+    for number in count():
+        folder = private_folder(f"{name}-{number}" if number else name)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        except OSError:  # a file system without locks
+            os.close(lock)
+            return folder
+        break  # the lock stays until the process ends
+    settled = time.time() - _SETTLED
+    for code in folder.glob("*.ptx"):
+        if not code.with_suffix(".txt").exists():  # its process ended while it wrote
+            code.unlink()
+    for code in folder.parent.glob(f"{name}*/*.ptx"):
+        copy, names = folder / code.name, code.with_suffix(".txt")
+        with suppress(FileNotFoundError):
+            if not copy.exists() and names.stat().st_mtime < settled:
+                shutil.copyfile(code, copy)
+                shutil.copyfile(names, copy.with_suffix(".txt"))
+    for mark in folder.parent.glob(f"{name}*/launched_*"):  # cuda/mlx_kernels.py
+        (folder / mark.name).touch()
+    return folder
 
 
 def may_use_cuda() -> bool:

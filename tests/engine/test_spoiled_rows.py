@@ -106,10 +106,14 @@ class LateRows(KnowingRows):
 
 
 @pytest.mark.parametrize("backend", [AT_ONCE, PADDED, METAL])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_key_that_harms_only_later_queries(
-    tiny_model: Callable[..., Any], backend: BackendDefaults
+    tiny_model: Callable[..., Any], batch_size: int, backend: BackendDefaults
 ) -> None:
-    """The round of its draft has finite logits, and a round without a draft has not."""
+    """The round of its draft has finite logits, and a round without a draft has not.
+
+    It keeps nothing, and a row alone that seems longer than it is reads too much.
+    """
     model = tiny_model("llama", seed=0, num_key_value_heads=4)
     assert model.layers[0].self_attn.n_heads == 4
     model.layers[0].self_attn.rope = Treacherous()  # type: ignore[no-untyped-call]
@@ -120,7 +124,7 @@ def test_a_key_that_harms_only_later_queries(
     for script in (lambda i: 4 - i % 5, lambda i: 3 * (i % 5 == 0), lambda i: 2):
         rows = run_rows(
             model, None, PROMPTS, params,
-            batch_size=3, num_draft_tokens=4, backend=backend,
+            batch_size=batch_size, num_draft_tokens=4, backend=backend,
             drafter=Late(drafter.whole), length=Script(script),
         )  # fmt: skip
         assert [row.error for row in rows] == [None] * len(PROMPTS)

@@ -191,6 +191,8 @@ def test_a_scale_that_does_nothing(scale: Any, message: str, tmp_path: Path) -> 
         ("lora_b", mx.zeros_like, "changes nothing"),
         ("lora_a", mx.zeros_like, "changes nothing"),
         ("lora_b", lambda w: w * 1e-30, "changes nothing"),
+        ("lora_a", lambda w: w * mx.nan, "holds NaN or infinity"),
+        ("lora_b", lambda w: w + mx.inf, "holds NaN or infinity"),
         ("lora_b", lambda w: w.astype(mx.int32), "no floating-point numbers"),
     ],
 )

@@ -319,10 +319,11 @@ def test_a_stop_text_in_the_middle_of_a_token(
     prompt = BEGINNINGS[0]
     (plain,) = decoding.turn([prompt], [SamplingParams(max_tokens=12)])
     decoding = Talk(name, drafts, backend, memory_store(), detokenizer=Pairs)
-    for at in (5, 6, 7, 8):
-        t, after = plain.tokens[at : at + 2]
-        # The first half of a token stays; the rest and a token after it go.
-        stop = chr(400 + t) + chr(200 + after)
+    for at, width in ((5, 2), (6, 2), (7, 2), (8, 2), (4, 6)):
+        # The first half of a token stays; the rest and those after it go. They may be
+        # of several rounds, which the caches cannot take back.
+        text = "".join(chr(200 + t) + chr(400 + t) for t in plain.tokens[at:][:width])
+        stop = text[1:-1]
         (request,) = decoding.turn(
             [prompt], [SamplingParams(max_tokens=12, stop=(stop,))]
         )

@@ -271,6 +271,9 @@ def test_rows_are_placed_with_their_own_context(
     for got, old, placed in zip(contents(rows), before, new, strict=True):
         np.testing.assert_array_equal(got[[3, 0, 1]], placed[:3])
         np.testing.assert_array_equal(got[2], old[2])
+    rows.reset([1, 2])  # an idle slot that holds tokens is read, and written after
+    for cache in rows.context._caches:
+        assert cache.offset.tolist() == [2, 0, 0, 7]
 
 
 def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import mlx.core as mx
 import pytest
 
 from specdec.backend import BackendDefaults
+from specdec.engine.engine import Engine
 from specdec.request import Request
+from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     DraftRows,
     NgramDrafter,
@@ -89,6 +92,44 @@ def test_plain_rounds_say_what_drafts_would_have_brought(
             found[position][1] += kept
     assert found == by_hand(PROMPTS, [row.tokens for row in rows])
     assert found[K - 1][1] > 0
+
+
+@BACKENDS
+def test_rows_that_are_not_drafted_for_say_nothing(
+    target: Any, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be accepted there brings nobody anything."""
+    monkeypatch.setattr(round_times, "REST", 1)
+    refused = PROMPTS[1:3]
+
+    def may_draft(self: Engine, running: Any, joining: Sequence[Request]) -> bool:
+        return not any(list(each.prompt_tokens) in refused for each in joining)
+
+    monkeypatch.setattr(Engine, "_may_draft", may_draft)
+    script = Script(lambda number: 0)
+    rows = decoded(target, script, batch_size=2, backend=backend)
+    drafted = [row for row in rows if row.drafts]
+    assert 0 < len(drafted) < len(rows)
+    trials = sum(each.shadow[0][0] for each in script.outcomes if each.shadow)
+    prompts = [list(row.prompt_tokens) for row in drafted]
+    assert trials == by_hand(prompts, [row.tokens for row in drafted])[0][0]
+
+
+def test_rounds_that_look_are_no_measure(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look takes a time of its own, also where each round is read at once."""
+    monkeypatch.setattr(round_times, "REST", 1)
+    script = Script(lambda number: 0)
+    processors = (lambda tokens, logits: logits,)
+    params = SamplingParams(max_tokens=30, logits_processors=processors)
+    exact(
+        target, None, [[1, 2]], params, num_draft_tokens=K, drafter=drafter(),
+        length=script,
+    )  # fmt: skip
+    looked = [each for each in script.outcomes if each.shadow]
+    assert len(looked) > 20
+    assert not any(each.fair for each in looked)
 
 
 @BACKENDS

@@ -58,6 +58,22 @@ def test_a_copy_of_a_checkout_is_installed_from_it_again(
         assert extras.install("gguf") == "pip install 'mlx-specdec[gguf]'"
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '"a"', "5", "null", '{"url": 5}', '{"url": null}', '{"url": "file://["}',
+     '{"url": "file:///%00"}', '{"url": "file:///' + "a" * 9999 + '"}', "[" * 9999],
+)  # fmt: skip
+def test_a_damaged_record_of_the_source(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The message about a missing package would be a traceback."""
+    installed(monkeypatch, tmp_path, "pip")
+    texts = {"INSTALLER": "pip\n", "direct_url.json": text}
+    files = SimpleNamespace(read_text=texts.get)
+    monkeypatch.setattr(metadata, "distribution", lambda _: files)
+    assert extras.install("gguf") == "pip install 'mlx-specdec[gguf]'"
+
+
 def test_an_import_without_mlx_names_the_way_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -76,6 +76,23 @@ def test_another_user_s_folder_is_refused(
         private_folder("code")
 
 
+def test_a_folder_within_another_user_s_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns a folder can replace what is in it, whatever its mode says."""
+    above, lstat = private_folder("code").parent, Path.lstat
+
+    def owned(path: Path) -> os.stat_result:
+        entry = list(lstat(path))
+        if path == above:
+            entry[4] = os.geteuid() + 1
+        return os.stat_result(entry)
+
+    monkeypatch.setattr(Path, "lstat", owned)
+    with pytest.raises(PermissionError, match="others can write"):
+        private_folder("code")
+
+
 def test_a_shared_folder_above_is_no_harm_if_entries_are_safe(cache: Path) -> None:
     """A user's group is often the user alone, and ``/tmp`` is sticky."""
     cache.chmod(0o1777)

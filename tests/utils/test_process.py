@@ -170,13 +170,49 @@ def test_a_folder_of_the_starting_process_is_not_taken(
     assert folder != other
 
 
+def test_processes_at_the_same_time_share_no_kernel_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX writes in place: replicas or ranks that start together read half a file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = process._unshared_folder("cuda")
+    (first / "whole.ptx").write_bytes(b"code")
+    (first / "whole.txt").write_bytes(b"names")
+    for name in ("whole.ptx", "whole.txt"):
+        os.utime(first / name, (1, 1))
+    (first / "begun.ptx").write_bytes(b"co")
+    (first / "new.ptx").write_bytes(b"co")
+    (first / "new.txt").write_bytes(b"na")
+    second = process._unshared_folder("cuda")
+    assert second != first
+    assert sorted(each.name for each in second.iterdir()) == [
+        "lock", "whole.ptx", "whole.txt"]  # fmt: skip
+    assert (second / "whole.ptx").read_bytes() == b"code"
+    program = (
+        "from specdec.utils import process\nprint(process._unshared_folder('cuda'))"
+    )
+
+    def taken() -> Path:
+        command = [sys.executable, "-c", program]
+        return Path(subprocess.check_output(command, text=True).strip())
+
+    third = taken()
+    assert third not in (first, second)
+    (third / "begun.ptx").write_bytes(b"co")
+    assert taken() == third  # its process has ended
+    assert not (third / "begun.ptx").exists()
+
+
 def test_files_of_the_driver_may_be_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In such a container, importing specdec would end with an error."""
+    glob = Path.glob
 
     def hidden(path: Path, pattern: str) -> Iterator[Path]:
-        raise PermissionError(13, "Permission denied", str(path))
+        if path.is_relative_to("/proc"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return glob(path, pattern)
 
     monkeypatch.setattr(Path, "glob", hidden)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
