@@ -106,14 +106,10 @@ class LateRows(KnowingRows):
 
 
 @pytest.mark.parametrize("backend", [AT_ONCE, PADDED, METAL])
-@pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_key_that_harms_only_later_queries(
-    tiny_model: Callable[..., Any], batch_size: int, backend: BackendDefaults
+    tiny_model: Callable[..., Any], backend: BackendDefaults
 ) -> None:
-    """The round of its draft has finite logits, and a round without a draft has not.
-
-    It keeps nothing, and a row alone that seems longer than it is reads too much.
-    """
+    """The round of its draft has finite logits, and a round without a draft has not."""
     model = tiny_model("llama", seed=0, num_key_value_heads=4)
     assert model.layers[0].self_attn.n_heads == 4
     model.layers[0].self_attn.rope = Treacherous()  # type: ignore[no-untyped-call]
@@ -124,11 +120,40 @@ def test_a_key_that_harms_only_later_queries(
     for script in (lambda i: 4 - i % 5, lambda i: 3 * (i % 5 == 0), lambda i: 2):
         rows = run_rows(
             model, None, PROMPTS, params,
-            batch_size=batch_size, num_draft_tokens=4, backend=backend,
+            batch_size=3, num_draft_tokens=4, backend=backend,
             drafter=Late(drafter.whole), length=Script(script),
         )  # fmt: skip
         assert [row.error for row in rows] == [None] * len(PROMPTS)
         assert [row.tokens for row in rows] == [row.tokens for row in wanted]
+
+
+class FirstRow(Knowing):
+    """Proposes wrong tokens, and the bad one to a row alone."""
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> FirstRows:
+        return FirstRows(self, [tuple(p) for p in prompts])
+
+
+class FirstRows(KnowingRows):
+    def propose(self, round_: Round) -> Proposals:
+        wrong = (super().propose(round_).tokens + 1) % BAD
+        first = mx.array([prompt[0] == 5 for prompt in self.prompts])[:, None]
+        return Proposals(mx.where(first, BAD, wrong))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_row_that_kept_nothing_is_shorter_than_its_neighbour(
+    tiny_model: Callable[..., Any], k: int
+) -> None:
+    """As long as it would be, both were alike, and read without a mask."""
+    model = poisoned(tiny_model("llama", seed=0))
+    prompts, params = [[5] * 4, [8] * 3], [never_bad(16)] * 2
+    drafter = FirstRow(proposing(model, params, prompts).whole)
+    exact(
+        model, None, prompts, params,
+        batch_size=2, num_draft_tokens=4, backend=replace(METAL, read_bucket=1),
+        drafter=drafter, length=Script(lambda i: k * (i == 0)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", [AT_ONCE, PADDED, METAL])
