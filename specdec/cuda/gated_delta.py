@@ -30,12 +30,11 @@ from .modules import modules_of
 from .proofs import Proofs, close, unfused
 from .to_metal import in_metal, metal_kernel, translated
 
-# Limits of the kernel: heads up to these sizes. Each
-# block computes a head of values. LANES threads share ROWS rows of its state, in
-# registers: a key that is read from shared memory serves all of these rows. Such small
-# blocks have enough registers for that, two blocks at a time. A block handles up to
-# TILE tokens at a time, and its convolution loads the inputs of FEW.
-LANES, ROWS, TILE, FEW = 8, 4, 16, 4
+# Limits of the kernel: heads up to these sizes. Each block computes a head of values.
+# LANES threads share a few rows of its state (Form.state_rows), in registers: a key
+# that is read from shared memory serves all of these rows. A block handles up to TILE
+# tokens at a time, and its convolution loads the inputs of FEW.
+LANES, TILE, FEW = 8, 16, 4
 MOST_KEY_SIZE, MOST_VALUE_SIZE = 192, 128
 # Indices of a row's inputs are whole numbers of 32 bits.
 MOST_INPUTS = 2**31 - 2**20
@@ -76,6 +75,15 @@ class Form:
         return self.key_heads * self.repeats
 
     @property
+    def state_rows(self) -> int:
+        """Rows of the state that a thread computes.
+
+        With two, a prompt takes 0.76 of the time of four (one H200); threads with
+        longer rows would have too few registers. On Metal, two were not timed.
+        """
+        return 2 if self.key_size <= 128 and not mx.metal.is_available() else 4
+
+    @property
     def channels(self) -> int:
         """Channels of the convolution."""
         keys = 2 * self.key_heads * self.key_size
@@ -97,7 +105,7 @@ class Form:
             not (mx.metal.is_available() and memory > _GROUP_MEMORY)
             and self.dtype in _TYPES
             and self.key_size % (4 * LANES) == 0
-            and self.value_size % (32 // LANES * ROWS) == 0
+            and self.value_size % (32 // LANES * self.state_rows) == 0
             and self.key_size <= MOST_KEY_SIZE
             and self.value_size <= MOST_VALUE_SIZE
             and self.kernel_size > 1
@@ -212,7 +220,7 @@ def scan(
         dtypes.append(mx.float32)
     if lengths is not None:
         arrays.append(lengths)
-    threads = form.value_size // ROWS * LANES
+    threads = form.value_size // form.state_rows * LANES
     a_log, dt_bias, norm = form.types
     name = "gated_delta" + again * "_again" + (lengths is not None) * "_ragged"
     found = _kernel(name, form.eps, again, lengths is not None)(
@@ -230,7 +238,7 @@ def scan(
             ("K", form.kernel_size),
             ("GROUPED", form.grouped),
             ("LANES", LANES),
-            ("ROWS", ROWS),
+            ("ROWS", form.state_rows),
             ("TILE", TILE),
             ("FEW", FEW),
         ],

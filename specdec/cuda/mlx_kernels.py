@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..utils.child import module_process
 from . import kernel_files
@@ -61,6 +62,17 @@ def _gated(dtype: mx.Dtype) -> mx.array:
     return result
 
 
+def _activated(shapeless: bool, dtype: mx.Dtype) -> mx.array:
+    """The activation of a block, in a forward that is compiled, and in others."""
+
+    @partial(mx.compile, shapeless=shapeless)
+    def activated(gate: mx.array, x: mx.array) -> mx.array:
+        return nn.silu(gate) * x
+
+    result: mx.array = activated(mx.ones((2, 2), dtype), mx.ones((2, 2), dtype))
+    return result
+
+
 #: What is launched, by name; each takes a process.
 LAUNCHES: dict[str, Callable[[mx.Dtype], mx.array]] = {
     "scatter": _scattered,
@@ -68,6 +80,8 @@ LAUNCHES: dict[str, Callable[[mx.Dtype], mx.array]] = {
     "gather": _gathered,
     "gather-packed": _gathered_packed,
     "gate": _gated,
+    "activation": partial(_activated, False),
+    "activation-alone": partial(_activated, True),
 }
 
 

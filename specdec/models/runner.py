@@ -445,7 +445,7 @@ class ModelRows:
             for _ in self._images.encode(done, valid):
                 self.hidden = None  # those of the chunk before were shown
                 yield True  # the rows that decode wait for one image at most
-            start = time.perf_counter()
+            start, new_shapes = time.perf_counter(), self.new_shapes
             tokens = mx.array(chunk)
             inputs = self._images.inputs(model, tokens, done, valid)
             memo = self._memo
@@ -464,6 +464,8 @@ class ModelRows:
             self._evaluate_by_layers(in_flight, len(rest) * width)
             if self.runner.pace is not None:
                 seconds = time.perf_counter() - start
+                if self.new_shapes > new_shapes:
+                    seconds -= self.runner.backend.new_shape_seconds
                 self.runner.pace.take(len(rest), width, seconds)
             self.written, self.done = valid, done
             if self.beside is None:

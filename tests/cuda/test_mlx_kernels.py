@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,24 @@ def test_each_process_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     """A process ends with an error, and compiles nothing."""
     program, environment = module_process(mlx_kernels.__name__, (name, "bfloat16"))
     subprocess.run(program, env=environment, check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX fuses nothing")
+def test_the_activation_is_fused_as_in_a_model(tmp_path: Path) -> None:
+    """MLX finds no kernel of the name that a model's own activation has."""
+
+    def fused(name: str, code: str) -> set[str]:
+        (tmp_path / name).mkdir()
+        program, environment = module_process("unused")
+        environment["TMPDIR"] = str(tmp_path / name)  # where a CPU keeps its kernels
+        subprocess.run([*program[:2], "-c", code], env=environment, check=True)
+        return {file.name for file in (tmp_path / name).rglob("*.so")}
+
+    start = "import mlx.core as mx; x = mx.ones((2, 2), mx.bfloat16); "
+    start += "from specdec.cuda.mlx_kernels import LAUNCHES as L; "
+    ours = "mx.eval(L['activation'](x.dtype), L['activation-alone'](x.dtype))"
+    theirs = "from mlx_lm.models.activations import swiglu; "
+    theirs += "mx.eval(swiglu(x, x), mx.compile(lambda g, x: swiglu(g, x))(x, x))"
+    launched = fused("ours", start + ours)
+    assert len(launched) == 2
+    assert launched == fused("theirs", start + theirs)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle, repeat
+from itertools import count, cycle, repeat
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from specdec import SamplingParams
+from specdec import EngineConfig, SamplingParams
 from specdec.engine.engine import Engine
 from specdec.models.pace import Pace
-from specdec.models.runner import ModelRows
+from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from tests.plain import BEHIND, engine_of, greedy
 
@@ -55,6 +55,26 @@ def test_what_says_nothing_of_the_width_is_not_learnt() -> None:
     steps(pace, (512, 0.2))
     assert steps(pace, (32, 0.01), (128, 0.01)) == [256, 256]
     assert steps(Pace(512), (512, 9.0), (256, 9.0), (512, 0.06)) == [512, 512, 512]
+
+
+def test_a_new_number_of_columns_is_not_the_width_s_fault(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans and graphs of a first long prompt narrow its chunks, which need more."""
+    found: list[float] = []
+    monkeypatch.setattr(
+        Pace, "take", lambda pace, rows, width, seconds: found.append(seconds)
+    )
+    clock = count(step=0.12)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    backend = replace(BY_LAYERS, new_shape_seconds=0.04)
+    config = EngineConfig(prefill_step_size=128)
+    runner = ModelRunner(target, "target", config, backend).paced(Pace(128))
+    for _ in range(3):
+        rows = runner.rows([LONG * 2], max_round=1, max_length=500)
+        assert [*rows.prefill()]
+    # The first chunk is not compiled; others are met once, built, and used.
+    assert found == pytest.approx([0.12, *[0.08] * 3] * 2 + [0.12] * 4)
 
 
 TAKE = Pace.take
