@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..tools.distill.options import Budget, Options
 from . import options
 from .interrupts import RequestsToEnd, concluding
 from .options import dashed, is_given
 from .output import command_line, show, show_interrupted, show_warnings
+
+_field = partial(options.field, Options)
 
 
 def _files(name: str, text: str) -> options.Option:
@@ -33,49 +37,12 @@ def _minutes(name: str, text: str) -> options.Option:
     help="Folder for the draft. Data and checkpoints are kept in DIR/work. Required, "
     "except with --dry-run.",
 )
-@click.option(
-    "--kind",
-    type=click.Choice(["layers", "block"]),
-    default="layers",
-    show_default=True,
-    help="layers: a small model of the target's layers, which drafts token after "
-    "token. block: a head that reads the target's hidden states and drafts a block in "
-    "one forward.",
-)
-@options.positive(
-    "--block-size",
-    help="Slots of a block head's block. DSpark proposes up to N tokens, DFlash up to "
-    "N - 1.",
-    default=8,
-    low=2,
-)
-@click.option(
-    "--form",
-    type=click.Choice(["dspark", "dflash", "dflash2"]),
-    default="dspark",
-    show_default=True,
-    help="Which published form of a block head to make.",
-)
-@click.option(
-    "--layers",
-    metavar="N|I,J,...",
-    default="4",
-    show_default=True,
-    help="Layers of the target to start from: N of them, spread evenly, or those "
-    "listed, counted from 0.",
-)
-@options.positive(
-    "--widen",
-    help="Join the MLPs of N layers of the target in each layer of the draft. Such a "
-    "draft can learn more, and costs hardly more time on a GPU.",
-    default=1,
-)
-@click.option(
-    "--begin-with",
-    metavar="DRAFT",
-    help="Train this draft further, for example on --prompts of your own. Its kind, "
-    "block size, form and layers are used.",
-)
+@_field("kind")
+@_field("block_size")
+@_field("form")
+@_field("layers", metavar="N|I,J,...")
+@_field("widen")
+@_field("begin_with", metavar="DRAFT")
 @_files(
     "--prompts",
     "Prompts for the target to answer and the draft to learn from, as for "
@@ -94,12 +61,7 @@ def _minutes(name: str, text: str) -> options.Option:
     "Let the target write for N minutes, earlier runs included. [default: "
     "twice --minutes]",
 )
-@options.positive(
-    "--data-tokens",
-    help="Let the target write N tokens. With 0, learn from --prompts and --text "
-    "alone. [default: an eighth of --tokens]",
-    low=0,
-)
+@_field("data_tokens")
 @click.option(
     "--topic",
     "topics",
@@ -112,52 +74,14 @@ def _minutes(name: str, text: str) -> options.Option:
 @click.option(
     "--data", metavar="DIR", help="Keep the target's texts in DIR, for other runs."
 )
-@click.option(
-    "--resume", is_flag=True, help="Continue from the checkpoint in DIR/work."
-)
-@options.positive(
-    "--bits",
-    help="Quantize the draft's matrices to N bits: 2, 3, 4, 5, 6 or 8. The end of "
-    "training takes the rounding into account. [default: not quantized]",
-)
-@click.option(
-    "--layers-only",
-    is_flag=True,
-    help="Store no embedding; specdec takes the target's. mlx-lm cannot load such a "
-    "draft. A block head never stores one.",
-)
-@click.option(
-    "--learning-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="X",
-    default=1e-3,
-    show_default=True,
-    help="Peak learning rate.",
-)
-@options.positive(
-    "--batch",
-    "writers",
-    help="How many texts the target writes at once. [default: as memory allows]",
-)
-@options.positive(
-    "--block-tokens",
-    help="Tokens of a training step. [default: what is fast on the device, at most "
-    "8192 for a block head]",
-    low=128,
-)
-@options.positive(
-    "--rounds",
-    help="After training, decode the first N prompts of each --holdout with the "
-    "draft, and report how many draft tokens are accepted.",
-    default=128,
-)
-@options.positive(
-    "--num-draft-tokens",
-    help="Draft length for decoding --holdout; repeat it for more. Each decodes "
-    "greedily, the first also at temperature 0.7.",
-    default=(4,),
-    multiple=True,
-)
+@_field("resume", is_flag=True, show_default=False)
+@_field("bits")
+@_field("layers_only", is_flag=True, show_default=False)
+@_field("learning_rate")
+@_field("writers", "--batch", "writers")
+@_field("block_tokens")
+@_field("rounds")
+@_field("num_draft_tokens", show_default=True)
 @options.dtype(help="Compute in this type. [default: bfloat16; on a CPU float32]")
 @options.trust_remote_code()
 @options.seed("Seed of texts, of their order and of weights that begin at random.")
@@ -214,7 +138,6 @@ def distill(
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     show_warnings()
     from ..tools.distill.job import Job
-    from ..tools.distill.options import Budget, Options
     from ..tools.distill.plan import check_target, describe
 
     if minutes is None and tokens is None:

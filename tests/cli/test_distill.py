@@ -172,6 +172,12 @@ def test_a_budget_too_small_to_be_of_use(
         (["--data", " "], "--data is empty"),
         (["--block-size", "4"], "--block-size needs --kind block"),
         (["--kind", "block", "--block-size", "300"], "it must be 2 to 128"),
+        (["--kind", "x"], "'x' is not one of 'layers', 'block'"),
+        (["--widen", "0"], "--widen is 0: it must be a whole number, 1 or more"),
+        (["--batch", "0"], "--batch is 0: it must be a whole number, 1 or more"),
+        (["--data-tokens", "-1"], "--data-tokens is -1: it must be a whole number, 0"),
+        (["--block-tokens", "5"], "--block-tokens is 5: it must be a whole number, 1"),
+        (["--learning-rate", "0"], "--learning-rate is 0.0: it must be a number above"),
     ],
 )
 def test_wrong_usage(

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .corpus import GREEDY, TEXT, Document
-
-ROW_MULTIPLE = 128
+from .options import ROW_MULTIPLE
 
 
 @dataclass(frozen=True)

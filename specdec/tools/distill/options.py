@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ... import backend
 from ...errors import ConfigError
-from ...models.draft_folder import read_card
-from ...models.precision import DTYPES
-from ...utils.checks import require
-from .blocks import ROW_MULTIPLE
-from .packing import Packing
+from ...utils.checks import require, require_int, require_range
 from .seed_prompts import TOPICS
+
+if TYPE_CHECKING:
+    from .packing import Packing
 
 #: Shows a line of progress.
 Say = Callable[[str], None]
 #: Raises an exception if the user asked for an end: KeyboardInterrupt for the command.
 Check = Callable[[], None]
 
-KINDS = ("layers", "block")
-FORMS = ("dspark", "dflash", "dflash2")
+Kind = Literal["layers", "block"]
+Form = Literal["dspark", "dflash", "dflash2"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+#: Rows of blocks are padded to a multiple of so many tokens.
+ROW_MULTIPLE = 128
 # Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten epochs
 # over the written text (docs/distill.md).
 _EPOCHS = 8
@@ -63,13 +65,37 @@ class Options:
 
     Args:
         out: the draft's folder; a dry run needs none.
-        texts: files of ``--text``.
-        begin_with: a draft whose weights training begins with, and whose kind, form,
-            block size, layers and width are used.
+        kind: what to make. With layers, a small model of the target's layers, which
+            drafts token after token; with block, a head that reads the target's hidden
+            states and drafts a block in one forward.
+        form: which published form of a block head to make.
+        block_size: slots of a block head's block. DSpark proposes up to N tokens,
+            DFlash up to N - 1.
+        layers: layers of the target to start from: N of them, spread evenly, or those
+            listed, counted from 0.
+        widen: join the MLPs of N layers of the target in each layer of the draft. Such
+            a draft can learn more, and costs hardly more time on a GPU.
+        begin_with: train this draft further, for example on prompts of your own. Its
+            kind, block size, form and layers are used.
+        data_tokens: let the target write N tokens. With 0, learn from given prompts and
+            texts alone. ``None``: an eighth of the tokens of training.
         topics: topics of the user turns that the target makes up.
-        bits: bits of the stored layers' matrices; ``None`` leaves them unpacked.
+        texts: files of ``--text``.
+        resume: continue from the checkpoint in DIR/work.
+        bits: quantize the draft's matrices to N bits: 2, 3, 4, 5, 6 or 8. The end of
+            training takes the rounding into account. ``None``: not quantized.
+        layers_only: store no embedding; specdec takes the target's. mlx-lm cannot load
+            such a draft. A block head never stores one.
+        writers: how many texts the target writes at once. ``None``: as memory allows.
+        block_tokens: tokens of a training step. ``None``: what is fast on the device,
+            at most 8192 for a block head.
+        learning_rate: peak learning rate.
         hard: share of the loss that uses only the target's arg-max.
         turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.
+        rounds: after training, decode the first N prompts of each holdout with the
+            draft, and report how many draft tokens are accepted.
+        num_draft_tokens: draft length for decoding a holdout. Each decodes greedily,
+            the first also at temperature 0.7.
         command: the command line, for the card.
 
     Raises:
@@ -78,8 +104,8 @@ class Options:
 
     target: str | None
     out: Path | None = None
-    kind: str = "layers"
-    form: str = "dspark"
+    kind: Kind = "layers"
+    form: Form = "dspark"
     block_size: int = 8
     layers: str = "4"
     widen: int = 1
@@ -95,7 +121,7 @@ class Options:
     resume: bool = False
     bits: int | None = None
     layers_only: bool = False
-    dtype: str | None = None
+    dtype: Dtype | None = None
     trust_remote_code: bool = False
     writers: int | None = None
     block_tokens: int | None = None
@@ -109,22 +135,30 @@ class Options:
     command: str = "specdec distill"
 
     def __post_init__(self) -> None:
-        known = self.dtype is None or self.dtype in DTYPES
-        require(known, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        known = self.kind in KINDS
-        require(known, "kind", self.kind, " or ".join(KINDS))
-        known = self.form in FORMS
-        require(known, "form", self.form, " or ".join(FORMS))
+        for name, kinds in (("kind", Kind), ("form", Form), ("dtype", Dtype)):
+            value, names = getattr(self, name), get_args(kinds)
+            valid = value in names or (name == "dtype" and value is None)
+            require(valid, name, value, f"one of {', '.join(names)}")
         known = bool(self.topics) and set(self.topics) <= set(TOPICS)
         require(known, "topics", self.topics, f"some of {', '.join(TOPICS)}")
         fits = 2 <= self.block_size <= ROW_MULTIPLE
         require(fits, "block_size", self.block_size, f"2 to {ROW_MULTIPLE}")
-        if self.bits is not None:
-            Packing(self.bits)
+        for name, low in (
+            ("widen", 1), ("data_tokens", 0), ("writers", 1), ("block_tokens", 128),
+            ("rounds", 1),
+        ):  # fmt: skip
+            if (value := getattr(self, name)) is not None:
+                require_int(name, value, low)
+        for length in self.num_draft_tokens:
+            require_int("num_draft_tokens", length, 1)
+        require_range("learning_rate", self.learning_rate, 0, 1e6, open_low=True)
+        _ = self.packing  # raises
         self._check_out()
 
     def _check_out(self) -> None:
         """Refuse a folder with a model that distill did not make: it would be lost."""
+        from ...models.draft_folder import read_card
+
         if self.out is None:
             return
         out = self.out.expanduser()
@@ -156,6 +190,8 @@ class Options:
     @property
     def packing(self) -> Packing | None:
         """How layers are packed when they are stored; ``None`` if they are not."""
+        from .packing import Packing
+
         return None if self.bits is None else Packing(self.bits)
 
     @property
