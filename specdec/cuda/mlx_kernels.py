@@ -67,7 +67,8 @@ def _activated(shapeless: bool, dtype: mx.Dtype) -> mx.array:
 
     @partial(mx.compile, shapeless=shapeless)
     def activated(gate: mx.array, x: mx.array) -> mx.array:
-        return nn.silu(gate) * x
+        product: mx.array = nn.silu(gate) * x
+        return product
 
     result: mx.array = activated(mx.ones((2, 2), dtype), mx.ones((2, 2), dtype))
     return result
