@@ -121,9 +121,7 @@ def _check_arguments(arguments: Iterable[str]) -> None:
 
 
 @click.group(
-    "specdec",
-    cls=_Group,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    "specdec", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(
     ", ".join(f"{name} {version}" for name, version in versions().items())

@@ -42,8 +42,7 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
 @options.models()
 @options.engine(
     options.num_draft_tokens(
-        "Tokens that the draft proposes in a round. auto chooses the number.",
-        low=0,
+        "Tokens that the draft proposes in a round. auto chooses the number.", low=0
     ),
     options.kv_bits(),
     options.memory_limit(),

@@ -208,11 +208,7 @@ def _compare(
 
 
 def _run(
-    name: str,
-    decoder: SpecDecoder,
-    prompt: str,
-    max_tokens: int,
-    before: _Run | None,
+    name: str, decoder: SpecDecoder, prompt: str, max_tokens: int, before: _Run | None
 ) -> _Run:
     """Decode the prompt; a bar as long as its time, in terms of the run before."""
     run = _Run()

@@ -292,9 +292,7 @@ top_p = partial(field, SamplingParams, "top_p")
 max_thinking_tokens = partial(field, SamplingParams, "max_thinking_tokens")
 verification = partial(field, SamplingParams, "verification")
 dtype = partial(
-    click.option,
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
+    click.option, "--dtype", type=click.Choice(["float32", "bfloat16", "float16"])
 )
 trust_remote_code = partial(
     click.option,
@@ -656,11 +654,7 @@ def _grammar(
     json_schema: str | None, regex: str | None, grammar_file: str | None
 ) -> Grammar | None:
     """The grammar that the output must follow, checked; ``None``: any output."""
-    values = {
-        "--json-schema": json_schema,
-        "--regex": regex,
-        "--grammar": grammar_file,
-    }
+    values = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar_file}
     names = [name for name, value in values.items() if value is not None]
     if len(names) > 1:
         raise click.UsageError(f"{names[0]} and {names[1]}: give one of them")

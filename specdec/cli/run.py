@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_PREFIX_CACHE_MEMORY,
-    EngineConfig,
-)
+from ..config import DEFAULT_BATCH_SIZE, DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..errors import PromptFileError, RankError
 from ..parallel import launched_rank
 from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
@@ -66,7 +62,7 @@ _PATIENCE = 2.0
     "published for it. self:4bit (or 2, 3, 8): the target itself, quantized. "
     "layers:0-7,22-29: these layers of the target, counted from 0. mtp: the target's "
     "own MTP head. ngram: no model; repeats what followed the newest tokens before. "
-    "ngram+MODEL: MODEL where no n-gram matches. none: no draft.",
+    "ngram+MODEL: MODEL where no n-gram matches. none: no draft."
 )
 @options.engine(
     options.batch(default=DEFAULT_BATCH_SIZE, help="Prompts that decode together."),
@@ -96,7 +92,7 @@ _PATIENCE = 2.0
 )
 @options.texts(
     help="A prompt; repeat it for more. Text piped to standard input is appended to "
-    "each. '-' reads a prompt from standard input.",
+    "each. '-' reads a prompt from standard input."
 )
 @options.file(
     "--image",

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_PREFIX_CACHE_MEMORY,
-    EngineConfig,
-)
+from ..config import DEFAULT_BATCH_SIZE, DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..errors import ConfigError, RankError, ServerError, reason_of
 from ..parallel import launched_rank
 from ..prompts import templates
@@ -25,14 +21,7 @@ from ..server.config import ServerConfig
 from ..utils.printable import counted
 from . import options, ranks
 from .models_file import read_models
-from .output import (
-    check_extra,
-    note,
-    share_text,
-    show,
-    show_error,
-    show_warnings,
-)
+from .output import check_extra, note, share_text, show, show_error, show_warnings
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -54,8 +43,7 @@ _field = partial(options.field, ServerConfig)
 @options.engine(
     options.batch(default=DEFAULT_BATCH_SIZE, help="Requests that decode together."),
     options.num_draft_tokens(
-        "Tokens that the draft proposes in a round. auto chooses the number.",
-        low=0,
+        "Tokens that the draft proposes in a round. auto chooses the number.", low=0
     ),
     options.draft_corpus(),
     options.prefill_step_size(

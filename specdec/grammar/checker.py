@@ -8,14 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..utils.child import serve
-from .library import (
-    error_of,
-    llguidance,
-    located,
-    matcher_of,
-    tokenizer_of,
-    validate,
-)
+from .library import error_of, llguidance, located, matcher_of, tokenizer_of, validate
 
 T = TypeVar("T")
 

@@ -115,10 +115,7 @@ def test_clear_says_what_is_still_there(
 
 @pytest.mark.parametrize("command", ["verify", "clear"])
 def test_nothing_can_be_removed(
-    command: str,
-    specdec: Specdec,
-    folder: Path,
-    not_writable: Callable[[str], None],
+    command: str, specdec: Specdec, folder: Path, not_writable: Callable[[str], None]
 ) -> None:
     name = damage(folder)
     not_writable("block-")

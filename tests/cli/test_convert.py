@@ -35,10 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ("options", "bits"), [([], None), (["--bits", "4"], 4), (["--bits", "16"], 16)]
 )
 def test_arguments(
-    specdec: Specdec,
-    calls: list[tuple[Any, ...]],
-    options: list[str],
-    bits: int | None,
+    specdec: Specdec, calls: list[tuple[Any, ...]], options: list[str], bits: int | None
 ) -> None:
     result = specdec("convert", "m.gguf", "out", *options)
     assert result.exit_code == 0

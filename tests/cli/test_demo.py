@@ -52,10 +52,7 @@ def test_without_a_draft_there_is_nothing_to_compare(target: str) -> None:
     ],
 )
 def test_what_is_claimed(
-    seconds: tuple[float, float],
-    others: float,
-    says: str,
-    never: str,
+    seconds: tuple[float, float], others: float, says: str, never: str
 ) -> None:
     """A gain where there is none, or times of a busy machine without a word."""
     runs = [_Run(each, [1, 2, 3], "abc", 2, 2, 1) for each in seconds]

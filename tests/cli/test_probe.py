@@ -58,10 +58,7 @@ def test_a_machine_without_metal(
 
 
 def test_a_machine_with_metal(
-    folder: Path,
-    specdec: Specdec,
-    trials: list[Trial],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, specdec: Specdec, trials: list[Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.backend.defaults", lambda: _DEFAULTS["metal"])
     mlx = {1: 0.2, 2: 0.2, 9: 0.8}

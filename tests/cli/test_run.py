@@ -976,10 +976,7 @@ def test_every_sampling_option_reaches_its_field(
         ("--xtc-probability 0.5", "--xtc-probability needs a temperature above 0"),
         ("--temp 1 --xtc-threshold 0.3", "--xtc-threshold needs --xtc-probability"),
         ("--temp 1 --verification block", "--verification needs a draft (--draft)"),
-        (
-            "--draft a/d --verification coupled",
-            "--verification needs --temp above 0",
-        ),
+        ("--draft a/d --verification coupled", "--verification needs --temp above 0"),
         ("--top-logprobs 2", "--top-logprobs needs --output"),
         ("--prompt-logprobs 0", "--prompt-logprobs needs --output"),
         ("--logit-bias 5", "'5' is not of the form ID=BIAS, as in 1234=-5"),

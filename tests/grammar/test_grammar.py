@@ -19,13 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from specdec import (
-    ConfigError,
-    EngineConfig,
-    Grammar,
-    SamplingParams,
-    SpecDecoder,
-)
+from specdec import ConfigError, EngineConfig, Grammar, SamplingParams, SpecDecoder
 from specdec.grammar import GrammarCompiler, check_grammar, compiler
 from specdec.grammar.spec import MAX_GRAMMAR_BYTES
 from specdec.models import LoadedModel

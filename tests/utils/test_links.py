@@ -19,12 +19,7 @@ from specdec.errors import ConfigError
 from specdec.grammar import Grammar
 from specdec.prompts import EncodedPrompt
 from specdec.utils import links
-from specdec.utils.links import (
-    Link,
-    _ports,
-    accept_ranks,
-    reach_rank_0,
-)
+from specdec.utils.links import Link, _ports, accept_ranks, reach_rank_0
 from specdec.utils.wire import decode, encode
 
 HERE = "127.0.0.1"
@@ -207,10 +202,7 @@ def test_rank_0_proves_itself_too() -> None:
 def test_a_taken_port_is_left_out() -> None:
     """Another program's port ends the run, or is taken for rank 0's."""
     secret = secrets.token_bytes(32)
-    with (
-        socket.create_server((HERE, _ports(secret)[0])),
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with socket.create_server((HERE, _ports(secret)[0])), ThreadPoolExecutor(1) as pool:
         links = pool.submit(accept_ranks, HERE, secret, 2, 60)
         reach_rank_0(HERE, secret, 1, 60).close()
         links.result(20)[1].close()
@@ -281,13 +273,7 @@ def test_a_call_that_holds_the_lock_is_ended(ends: bool) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                program,
-                str(theirs.fileno()),
-                seconds,
-            ],
+            [sys.executable, "-c", program, str(theirs.fileno()), seconds],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,
         )

@@ -20,11 +20,7 @@ from ...models.layers import arrays_of
 from ...models.loading import fit
 from ...utils.printable import quoted, shorten
 
-DTYPES = {
-    "float32": mx.float32,
-    "bfloat16": mx.bfloat16,
-    "float16": mx.float16,
-}
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 _SIZES = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
@@ -133,10 +129,7 @@ def random_model(
 
 
 def undrawn_model(
-    shape: str,
-    *,
-    num_layers: int | None = None,
-    packing: tuple[int, int] | None = None,
+    shape: str, *, num_layers: int | None = None, packing: tuple[int, int] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A model none of whose weights is computed, and its configuration.
 

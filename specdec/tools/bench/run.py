@@ -164,10 +164,7 @@ def _drafter(
     if name.startswith("random:"):
         return NamedDrafter(name, load_model(name, dtype))
     drafter = NamedDrafter.load(
-        DraftSpec.parse(name),
-        target,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
+        DraftSpec.parse(name), target, dtype=dtype, trust_remote_code=trust_remote_code
     )
     if drafter.model is not None and drafter.model.tokenizer is not None:
         # Later both models may lack their tokenizers, which the mapping needs.

@@ -25,14 +25,7 @@ from .block_student import make_block_student
 from .loss import ChunkedLoss
 from .material import Sources
 from .options import Budget, Options
-from .student import (
-    Student,
-    choose_layers,
-    ends_of,
-    head_of,
-    make_student,
-    text_model,
-)
+from .student import Student, choose_layers, ends_of, head_of, make_student, text_model
 
 # Most bytes of one chunk's logits in float32, one copy.
 _CHUNK_BYTES = 500_000_000

@@ -100,9 +100,7 @@ class Author:
         self._writers = writers
         self._turn: UserTurn | None = user_turn(tokenizer)
         config = EngineConfig(
-            batch_size=writers,
-            num_draft_tokens=0,
-            prefill_step_size=_PREFILL_STEP_SIZE,
+            batch_size=writers, num_draft_tokens=0, prefill_step_size=_PREFILL_STEP_SIZE
         )
         alone = token_level(model, tokenizer.eos_token_ids)
         self._decoder = SpecDecoder(alone, config=config)

@@ -182,10 +182,7 @@ def test_what_cannot_be_is_said(
 
 def test_a_draft_is_named_by_the_last_part_of_its_path() -> None:
     """As the target is: where a folder lies is nobody's business."""
-    names = {
-        "self:4bit": "self:4bit",
-        "/a/b/Tiny-Draft": "Tiny-Draft",
-    }
+    names = {"self:4bit": "self:4bit", "/a/b/Tiny-Draft": "Tiny-Draft"}
     for draft, name in names.items():
         cell = Cell(system="specdec", draft=draft, num_draft_tokens=2)
         assert cell.label == f"specdec, {name}, k = 2"

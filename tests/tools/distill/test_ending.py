@@ -16,13 +16,7 @@ from specdec.tools.distill.job import Job
 from specdec.tools.distill.train import Trainer
 from specdec.tools.distill.wave import Author
 
-from .harness import (
-    longer,
-    make_author,
-    options,
-    quietly,
-    write_target,
-)
+from .harness import longer, make_author, options, quietly, write_target
 
 
 @pytest.fixture(scope="module")

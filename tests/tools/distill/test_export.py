@@ -23,12 +23,7 @@ from specdec.tools.distill.job import Job
 from specdec.tools.distill.options import Options
 from tests.models.folders import write_folder
 
-from .harness import (
-    longer,
-    options,
-    quietly,
-    write_target,
-)
+from .harness import longer, options, quietly, write_target
 
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10, 11]])
 ARCHES = ["llama", "granitemoehybrid", "gemma3", "qwen3_5"]

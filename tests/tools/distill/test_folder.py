@@ -28,13 +28,7 @@ from specdec.tools.distill.storage import (
 )
 from specdec.utils.files import is_temporary
 
-from .harness import (
-    longer,
-    options,
-    quietly,
-    same,
-    write_target,
-)
+from .harness import longer, options, quietly, same, write_target
 
 #: Calls of the operating system by which files change.
 CALLS = ("open", "fsync", "replace", "unlink")

@@ -25,14 +25,7 @@ from specdec.tools.distill.job import Job
 from specdec.tools.distill.options import Budget
 from specdec.tools.distill.train import Trainer, clipped
 
-from .harness import (
-    longer,
-    options,
-    quietly,
-    run,
-    same,
-    write_target,
-)
+from .harness import longer, options, quietly, run, same, write_target
 
 
 @pytest.fixture(scope="module")

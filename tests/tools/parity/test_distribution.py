@@ -28,9 +28,7 @@ VOCAB = 9
 @pytest.fixture
 def decoder(tiny_model: TinyModel) -> SpecDecoder:
     return make_decoder(
-        tiny_model,
-        vocab_size=VOCAB,
-        config={"batch_size": 125, "num_draft_tokens": 2},
+        tiny_model, vocab_size=VOCAB, config={"batch_size": 125, "num_draft_tokens": 2}
     )
 
 

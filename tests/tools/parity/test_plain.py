@@ -60,11 +60,7 @@ def test_every_shape_scores_the_same_prefix(
     for n in range(len(tokens) + 1):
         whole = model(mx.array([[*prompt, *tokens[:n]]]))[0, -1]
         logits = plain.logits(
-            prompt,
-            tokens[:n],
-            batch_size=batch_size,
-            width=width,
-            prefill_step_size=7,
+            prompt, tokens[:n], batch_size=batch_size, width=width, prefill_step_size=7
         )
         assert logits.dtype == mx.float32
         assert mx.abs(logits - whole).max().item() < 1e-4  # type: ignore[operator]

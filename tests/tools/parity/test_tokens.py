@@ -18,12 +18,7 @@ from specdec.spec_decode import commit
 from specdec.spec_decode.rejection_sampler import count_kept
 from specdec.tools.parity import TokenCertificate, certify
 
-from .harness import (
-    ROUNDING,
-    TinyModel,
-    make_decoder,
-    make_prompts,
-)
+from .harness import ROUNDING, TinyModel, make_decoder, make_prompts
 
 Patch = pytest.MonkeyPatch
 
