@@ -183,14 +183,14 @@ class RowImages:
         return mx.array(each.astype(np.int32)), self._encoder.sees == "windows"
 
     def encode(self, done: Sequence[int], valid: Sequence[int]) -> Iterator[None]:
-        """Embed the images of the next chunk, yielding after each one.
+        """Embed the images of the next chunk, yielding at times and after each one.
 
         Args:
             done, valid: tokens of each row before the chunk, and in it.
         """
         for _, image in self._within(done, valid):
             assert self._encoder is not None
-            self._encoder.embeddings_of(image.image)
+            yield from self._encoder.embed(image.image)
             yield
 
     def inputs(

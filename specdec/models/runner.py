@@ -444,7 +444,7 @@ class ModelRows:
             ]
             for _ in self._images.encode(done, valid):
                 self.hidden = None  # those of the chunk before were shown
-                yield True  # the rows that decode wait for one image at most
+                yield True  # rows that decode do not wait for the whole image
             start, new_shapes = time.perf_counter(), self.new_shapes
             tokens = mx.array(chunk)
             inputs = self._images.inputs(model, tokens, done, valid)

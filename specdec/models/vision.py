@@ -11,15 +11,16 @@ import hashlib
 import os
 import re
 import threading
+import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,8 +32,9 @@ from ..utils.extras import install
 from ..utils.printable import shorten
 from .folder import read_arrays, weight_files
 from .image_rows import Sections, Sees
-from .layers import arrays_of
+from .layers import Called, arrays_of, calling
 from .loaded import Described, LoadedModel
+from .pace import PAUSES
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ _FAMILIES = {
 }
 #: Bytes of embeddings that are kept for the next prompt with the same image.
 _KEPT_BYTES = 64 * 2**20
+#: Images whose text and tokens are kept, and bytes of arguments of the tower: prompts
+#: that wait, were refused or are restored.
+_PREPARED, _ARGUMENT_BYTES = 1024, 256 * 2**20
+T = TypeVar("T")
 #: Keys of a checkpoint that belong to the tower and the projector.
 _TOWER_KEY = re.compile("vision|visual|projector")
 #: Keys of a checkpoint that belong to the text part.
@@ -87,25 +93,59 @@ _TEXT_KEYS = ("language_model.", "model.language_model.", "lm_head.")
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """What a processor makes of one image.
+class _Prepared:
+    """What a processor makes of one image, without its arrays.
 
     Args:
         text: what stands for the image in a prompt.
         tokens: the text's tokens.
-        arrays: the arguments of the tower.
+        grid: rows and columns of its embeddings, if positions depend on them.
     """
 
     text: str
     tokens: tuple[int, ...]
-    arrays: Mapping[str, Any]
+    grid: tuple[int, int] | None
+
+
+class _Recent(Generic[T]):
+    """The values that were used last, by names of images; for several threads.
+
+    Args:
+        limit: the most that they may take together. One value is always kept.
+        size: what a value takes.
+    """
+
+    def __init__(self, limit: int, size: Callable[[T], int]):
+        self._limit, self._size = limit, size
+        self._lock = threading.Lock()
+        self._values: OrderedDict[str, T] = OrderedDict()
+
+    def get(self, name: str) -> T | None:
+        with self._lock:
+            if name in self._values:
+                self._values.move_to_end(name)
+            return self._values.get(name)
+
+    def put(self, name: str, value: T) -> None:
+        with self._lock:
+            self._values[name] = value
+            while len(self._values) > 1 and self._taken() > self._limit:
+                self._values.popitem(last=False)
+
+    def pop(self, name: str) -> None:
+        with self._lock:
+            self._values.pop(name, None)
+
+    def _taken(self) -> int:
+        return sum(map(self._size, self._values.values()))
 
 
 class ImageEncoder:
     """Turns images into tokens of a prompt and embeddings of these tokens.
 
-    It may be used from several threads. The processor is loaded with the first image,
-    and the tower when the first embeddings are needed.
+    It may be used from several threads; one that embeds an image does not wait for one
+    that prepares another. The processor is loaded with the first image, and the tower
+    when the first embeddings are needed.
 
     Args:
         folder: the target's folder.
@@ -116,17 +156,22 @@ class ImageEncoder:
     def __init__(self, folder: Path, config: Mapping[str, Any], name: str):
         self._folder, self.config, self._name = folder, config, name
         self._family = _FAMILIES[str(config["model_type"])]
-        self._lock = threading.RLock()
+        self._processing, self._embedding = threading.RLock(), threading.RLock()
         self._processor: Any = None
         self._tower: nn.Module | None = None
-        self._inputs: OrderedDict[str, _Inputs] = OrderedDict()
-        self._embeddings: OrderedDict[str, mx.array] = OrderedDict()
+        #: Outputs of the tower's layers in the forward that is built.
+        self._outputs: deque[mx.array] = deque()
+        self._prepared = _Recent[_Prepared](_PREPARED, lambda _: 1)
+        #: Arguments of the tower, which may have many times the bytes of an image.
+        self._arguments = _Recent[Mapping[str, Any]](
+            _ARGUMENT_BYTES, lambda arrays: sum(_bytes_of(a) for a in arrays.values())
+        )
+        self._embeddings = _Recent[mx.array](_KEPT_BYTES, _bytes_of)
 
     @property
     def marker(self) -> str:
         """The text that the chat template writes for an image."""
-        with self._lock:
-            return str(getattr(self._loaded_processor(), self._family.marker))
+        return str(getattr(self._loaded_processor(), self._family.marker))
 
     @property
     def token(self) -> int:
@@ -135,8 +180,7 @@ class ImageEncoder:
             token = self.config.get(key)
             if isinstance(token, int):
                 return token
-        with self._lock:
-            return int(self._loaded_processor().image_token_id)
+        return int(self._loaded_processor().image_token_id)
 
     def text_of(self, image: Image) -> str:
         """What stands for the marker of an image in a prompt.
@@ -144,8 +188,7 @@ class ImageEncoder:
         Raises:
             PromptError: the processor does not take the image.
         """
-        with self._lock:
-            return self._inputs_of(image).text
+        return self._prepared_of(image).text
 
     def count_of(self, image: Image) -> int:
         """How many tokens of an image are replaced by embeddings.
@@ -153,8 +196,7 @@ class ImageEncoder:
         Raises:
             PromptError: the processor does not take the image.
         """
-        with self._lock:
-            return self._inputs_of(image).tokens.count(self.token)
+        return self._prepared_of(image).tokens.count(self.token)
 
     def grid_of(self, image: Image) -> tuple[int, int] | None:
         """Rows and columns of an image's embeddings, if its positions depend on them.
@@ -162,13 +204,7 @@ class ImageEncoder:
         Raises:
             PromptError: the processor does not take the image.
         """
-        if self.sections is None:
-            return None
-        with self._lock:
-            inputs = self._inputs_of(image)
-            _, height, width = np.array(inputs.arrays["image_grid_thw"])[0].tolist()
-            merged = self._loaded_processor().image_processor.merge_size
-            return height // merged, width // merged
+        return self._prepared_of(image).grid
 
     @property
     def sections(self) -> Sections | None:
@@ -191,48 +227,68 @@ class ImageEncoder:
         The first (N, D) are inputs of the first layer; others, where the tower has
         them, are added to the outputs of the first layers.
 
+        Raises: as :meth:`embed`.
+        """
+        for _ in self.embed(image):
+            pass
+        stored = self._embeddings.get(image.digest)
+        assert stored is not None  # the newest is never dropped
+        return stored
+
+    def embed(self, image: Image) -> Iterator[None]:
+        """Compute what :meth:`embeddings_of` returns, yielding between layers.
+
+        The tower's forward is built at once, and computed layer by layer: other rows
+        wait for a tenth of a second, or for one layer if that takes longer.
+
         Raises:
             ModelError: the folder has no weights of a tower, or others than its
                 configuration says.
             PromptError: the tower does not take the image.
         """
-        with self._lock:
-            stored = self._embeddings.get(image.digest)
-            if stored is not None:
-                self._embeddings.move_to_end(image.digest)
-                return stored
-            inputs = self._inputs_of(image)
+        if self._embeddings.get(image.digest) is not None:
+            return
+        rows, layers = self._built(image)
+        start = time.perf_counter()
+        while layers:
+            mx.eval(layers.popleft())
+            if time.perf_counter() - start > PAUSES[1]:
+                yield
+                start = time.perf_counter()
+        mx.eval(rows)
+        self._embeddings.put(image.digest, rows)
+        self._arguments.pop(image.digest)
+
+    def _built(self, image: Image) -> tuple[mx.array, deque[mx.array]]:
+        """An image's embeddings and outputs of the tower's layers, not computed."""
+        prepared = self._prepared_of(image)
+        arguments = self._arguments.get(image.digest) or self._process(image)[1]
+        with self._embedding:
             tower: Any = self._loaded_tower()
-            tokens = mx.array([inputs.tokens])
+            self._outputs = layers = deque()
+            tokens = mx.array([prepared.tokens])
             try:
-                mask = mx.ones_like(tokens)
                 embedded = tower.get_input_embeddings(
-                    tokens, mask=mask, **inputs.arrays
+                    tokens, mask=mx.ones_like(tokens), **arguments
                 )
                 first: mx.array = embedded.inputs_embeds[0]
-                places = np.flatnonzero(np.array(inputs.tokens) == self.token)
+                places = np.flatnonzero(np.array(prepared.tokens) == self.token)
                 deep = embedded.deepstack_visual_embeds
                 deep = () if deep is None else deep
                 rows = mx.stack([first[mx.array(places)], *deep])
-                if not self._family.scaled:
-                    rows = rows / rows.shape[-1] ** 0.5
-                mx.eval(rows)
             except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
                 raise self._not_taken(image, error) from error
-            self._embeddings[image.digest] = rows
-            del self._inputs[image.digest]
-            while len(self._embeddings) > 1 and self._bytes() > _KEPT_BYTES:
-                self._embeddings.popitem(last=False)
-            return rows
+            finally:
+                self._outputs = deque()
+        if not self._family.scaled:
+            rows = rows / rows.shape[-1] ** 0.5
+        return rows, layers
 
     def _not_taken(self, image: Image, error: Exception) -> PromptError:
         return PromptError(
             f"{self._name} does not take this image of {image.width} x "
             f"{image.height} pixels ({shorten(error)}): send it in another size"
         )
-
-    def _bytes(self) -> int:
-        return sum(rows.nbytes for rows in self._embeddings.values())
 
     @cached_property
     def signature(self) -> str:
@@ -243,52 +299,60 @@ class ImageEncoder:
         text = repr(shown) + "".join(file.read_text("utf-8") for file in settings)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _inputs_of(self, image: Image) -> _Inputs:
-        stored = self._inputs.get(image.digest)
-        if stored is not None:
-            return stored
-        processor = self._loaded_processor()
-        tokenizer = processor.tokenizer
-        processor.tokenizer = recorder = _Recorder(tokenizer)
-        try:
-            inputs = processor(
-                images=[_pil(image)], text=[self.marker], add_special_tokens=False
-            )
-        except Exception as error:  # a processor may raise anything
-            raise self._not_taken(image, error) from error
-        finally:
-            processor.tokenizer = tokenizer
-        arrays = {key: _array(value) for key, value in inputs.items()}
-        tokens = tuple(int(t) for t in np.array(arrays.pop("input_ids")).reshape(-1))
+    def _prepared_of(self, image: Image) -> _Prepared:
+        return self._prepared.get(image.digest) or self._process(image)[0]
+
+    def _process(self, image: Image) -> tuple[_Prepared, Mapping[str, Any]]:
+        """What the processor makes of an image, and the arguments of the tower."""
+        with self._processing:
+            processor = self._loaded_processor()
+            tokenizer = processor.tokenizer
+            processor.tokenizer = recorder = _Recorder(tokenizer)
+            try:
+                inputs = processor(
+                    images=[_pil(image)], text=[self.marker], add_special_tokens=False
+                )
+                arrays = {key: _array(value) for key, value in inputs.items()}
+            except Exception as error:  # a processor may raise anything
+                raise self._not_taken(image, error) from error
+            finally:
+                processor.tokenizer = tokenizer
+            grid = None
+            if self.sections is not None:
+                _, *sides = np.array(arrays["image_grid_thw"])[0].tolist()
+                merged = processor.image_processor.merge_size
+                grid = sides[0] // merged, sides[1] // merged
+        ids = np.array(arrays.pop("input_ids")).reshape(-1)
         arrays.pop("attention_mask", None)
-        inputs = _Inputs(recorder.text, tokens, arrays)
-        self._inputs[image.digest] = inputs
-        while len(self._inputs) > 64:  # prompts that were refused or are restored
-            self._inputs.popitem(last=False)
-        return inputs
+        prepared = _Prepared(recorder.text, tuple(int(t) for t in ids), grid)
+        self._prepared.put(image.digest, prepared)
+        self._arguments.put(image.digest, arrays)
+        return prepared, arrays
 
     def _loaded_processor(self) -> Any:
-        if self._processor is None:
-            module = _mlx_vlm(self._family, "processing_")
-            kind = getattr(module, self._family.processor)
-            try:
-                # mlx-vlm asks the hub for files that are missing, and a relative
-                # folder could be a name there.
-                with _as_before():
-                    self._processor = kind.from_pretrained(
-                        str(self._folder.absolute()), trust_remote_code=False
-                    )
-            except Exception as error:  # files may hold anything
-                raise ModelError(
-                    f"{self._name}: its image processor cannot be loaded "
-                    f"({shorten(error)}): leave images out, or download it again"
-                ) from error
-        return self._processor
+        with self._processing:
+            if self._processor is None:
+                module = _mlx_vlm(self._family, "processing_")
+                kind = getattr(module, self._family.processor)
+                try:
+                    # mlx-vlm asks the hub for files that are missing, and a relative
+                    # folder could be a name there.
+                    with _as_before():
+                        self._processor = kind.from_pretrained(
+                            str(self._folder.absolute()), trust_remote_code=False
+                        )
+                except Exception as error:  # files may hold anything
+                    raise ModelError(
+                        f"{self._name}: its image processor cannot be loaded "
+                        f"({shorten(error)}): leave images out, or download it again"
+                    ) from error
+            return self._processor
 
     def _loaded_tower(self) -> nn.Module:
         if self._tower is None:
             try:
-                self._tower = _load_tower(self._folder, self.config, self._family)
+                tower = _load_tower(self._folder, self.config, self._family)
+                self._tower = _watched(tower, self._note)
             except ModelError:
                 raise
             except Exception as error:  # weights may have any shapes
@@ -297,6 +361,13 @@ class ImageEncoder:
                     f"({shorten(error)}): leave images out, or download it again"
                 ) from error
         return self._tower
+
+    def _note(self, usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of a layer of the tower, whose output is noted."""
+        output = usual(*args, **kwargs)
+        if isinstance(output, mx.array):
+            self._outputs.append(output)
+        return output
 
 
 def image_encoder(target: LoadedModel) -> ImageEncoder | None:
@@ -379,6 +450,17 @@ def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.
     text.kind = halves[0] if halves else mx.float32
     mx.eval(model.parameters())
     return model
+
+
+def _watched(module: Any, called: Called) -> Any:
+    """The module, with another call for all layers that are in lists within it."""
+    for name, part in module.children().items():
+        for i, each in enumerate(part if isinstance(part, list) else ()):
+            if isinstance(each, nn.Module):
+                module[name][i] = calling(each, called)
+        if isinstance(part, nn.Module):
+            _watched(part, called)
+    return module
 
 
 class _NoText(nn.Module):
@@ -468,6 +550,10 @@ def _restoring() -> Iterator[None]:
             os.environ.pop(key, None)
             if key in environment:
                 os.environ[key] = environment[key]
+
+
+def _bytes_of(value: Any) -> int:
+    return int(getattr(value, "nbytes", 0))
 
 
 def _pil(image: Image) -> Any:

@@ -1,8 +1,9 @@
 """Images in prompts: found in messages, decoded within bounds. No mlx here.
 
-An image becomes RGB pixels at once, so that two images are the same exactly if their
-pixels and sizes are. The decoder sees four still formats only, and looks at an image's
-size before it decodes it.
+Two images are the same exactly if their RGB pixels and sizes are. A file is decoded for
+that, and again for the tower, so that images that wait take the bytes of their files.
+The decoder sees four still formats only, and looks at an image's size before it decodes
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import base64
 import binascii
 import hashlib
 import io
+import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +36,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_BYTES, MAX_PIXELS = 32 * 2**20, 64_000_000
 #: The most images of one prompt, and pixels of all of them: 768 MB.
 MAX_IMAGES, MAX_ALL_PIXELS = 100, 4 * MAX_PIXELS
+#: Bytes of pixels that are kept decoded, of all images together.
+MAX_DECODED = 3 * MAX_PIXELS
 
 _SEND = 'send it as a data URL, "data:image/png;base64,..."'
 #: Kinds of content that are no images, by OpenAI's and Anthropic's names.
@@ -45,30 +50,64 @@ _OTHER_KINDS = {
 
 @dataclass(frozen=True)
 class Image:
-    """A decoded image.
+    """An image that can be decoded.
 
     Args:
         width, height: in pixels.
-        rgb: 3 * width * height bytes, row by row.
+        data: 3 * width * height bytes, row by row; or a smaller file that holds them.
     """
 
     width: int
     height: int
-    rgb: bytes = field(repr=False)
+    data: bytes = field(repr=False)
 
     @cached_property
     def digest(self) -> str:
         """Names the image by its content: 64 hexadecimal digits of SHA-256."""
         head = f"{self.width}x{self.height}:".encode()
-        return hashlib.sha256(head + self.rgb).hexdigest()
+        return hashlib.sha256(head + self._rgb).hexdigest()
 
     @property
     def pixels(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The pixels, shape (height, width, 3)."""
         import numpy as np
 
-        flat = np.frombuffer(self.rgb, np.uint8)
+        flat = np.frombuffer(self._rgb, np.uint8)
         return flat.reshape(self.height, self.width, 3)
+
+    @property
+    def _rgb(self) -> bytes:
+        """The pixels, decoded if they are not among those that were used last."""
+        if len(self.data) == 3 * self.width * self.height:
+            return self.data
+        rgb = _decoded.get(self.data)
+        if rgb is None:
+            _, _, rgb = _upright(_opened(self.data))
+            _decoded.put(self.data, rgb)
+        return rgb
+
+
+class _Decoded:
+    """Pixels of the files that were used last; images that wait keep files alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pixels: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def get(self, data: bytes) -> bytes | None:
+        with self._lock:
+            if data in self._pixels:
+                self._pixels.move_to_end(data)
+            return self._pixels.get(data)
+
+    def put(self, data: bytes, rgb: bytes) -> None:
+        with self._lock:
+            self._pixels[data] = rgb
+            while sum(map(len, self._pixels.values())) > MAX_DECODED:
+                self._pixels.popitem(last=False)
+
+
+_decoded = _Decoded()
 
 
 @dataclass(frozen=True)
@@ -177,23 +216,18 @@ def read_file(name: str | Path) -> Image:
 def read_image(source: Any) -> Image:
     """The image in bytes of a file, in a PIL image, or in an array (H, W, 3) of uint8.
 
-    It is turned as its EXIF data says. Transparency is dropped.
+    It is turned as its EXIF data says. Transparency is dropped. The image keeps a file
+    as it is, unless its pixels are fewer bytes.
 
     Raises:
         PromptError: it is too large, of another format, animated, or damaged.
     """
-    pil = _pillow()
+    pil, data = _pillow(), None
     if isinstance(source, bytes | bytearray | memoryview):
-        if len(source) > MAX_BYTES:
+        data = bytes(source)
+        if len(data) > MAX_BYTES:
             raise PromptError(f"it has more than {MAX_BYTES} bytes: make it smaller")
-        try:
-            # Only the header is read.
-            source = pil.Image.open(io.BytesIO(source), formats=FORMATS)
-        except Exception as error:  # a decoder may raise anything
-            raise PromptError(
-                f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image that can "
-                f"be read ({type(error).__name__}): convert it"
-            ) from error
+        source = _opened(data)
     elif not isinstance(source, pil.Image.Image):
         import numpy as np
 
@@ -206,19 +240,40 @@ def read_image(source: Any) -> Image:
         height, width, _ = pixels.shape
         _check_size(width, height)
         return Image(width, height, np.ascontiguousarray(pixels).tobytes())
+    width, height, rgb = _upright(source)
+    if data is None or len(data) >= len(rgb):
+        return Image(width, height, rgb)
+    _decoded.put(data, rgb)
+    image = Image(width, height, data)
+    _ = image.digest  # while its pixels are at hand
+    return image
+
+
+def _opened(data: bytes) -> Any:
+    """Pillow's image of a file. Only the header is read."""
+    try:
+        return _pillow().Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:  # a decoder may raise anything
+        raise PromptError(
+            f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image that can "
+            f"be read ({type(error).__name__}): convert it"
+        ) from error
+
+
+def _upright(source: Any) -> tuple[int, int, bytes]:
+    """Width, height and pixels of Pillow's image, turned as its EXIF data says."""
     _check_size(*source.size)
     if getattr(source, "is_animated", False):
         raise PromptError("it is animated: send one of its pictures")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its size, which is checked
-            upright = pil.ImageOps.exif_transpose(source).convert("RGB")
+            upright = _pillow().ImageOps.exif_transpose(source).convert("RGB")
     except Exception as error:
         raise PromptError(
             f"it is damaged ({type(error).__name__}: {shorten(error)})"
         ) from error
-    width, height = upright.size
-    return Image(width, height, upright.tobytes())
+    return (*upright.size, upright.tobytes())
 
 
 def _check_size(width: int, height: int) -> None:

@@ -127,6 +127,25 @@ def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         read_image(PNG)
 
 
+def test_an_image_that_waits_takes_the_bytes_of_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A queue of requests holds 192 MB for each file of a few kilobytes."""
+    monkeypatch.setattr(images, "_decoded", images._Decoded())
+    monkeypatch.setattr(images, "MAX_DECODED", 3 * 300 * 300)
+    flat = [np.full((300, 300, 3), level, np.uint8) for level in range(4)]
+    read = []
+    for pixels in flat:
+        file = io.BytesIO()
+        PIL.Image.fromarray(pixels).save(file, "PNG")
+        read.append(read_image(file.getvalue()))
+        assert read[-1].data == file.getvalue()
+        assert len(images._decoded._pixels) == 1
+    for image, pixels in zip(read, flat, strict=True):
+        assert np.array_equal(image.pixels, pixels)
+        assert image.digest == read_image(pixels).digest
+
+
 def test_an_animation_is_refused() -> None:
     """One picture of several is taken, and nobody knows which."""
     file = io.BytesIO()

@@ -12,11 +12,13 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import mlx.core as mx
+import numpy as np
 import PIL.Image
 import pytest
 from transformers import AutoProcessor
@@ -547,3 +549,56 @@ def test_threads_load_one_processor(
         markers = list(pool.map(lambda _: encoder.marker, range(2)))
     assert markers == ["[IMG]"] * 2
     assert len(loads) == 1
+
+
+def test_rows_decode_between_layers_of_the_tower(
+    folders: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row waits for a whole tower, which takes seconds for a large image."""
+    monkeypatch.setattr(vision, "PAUSES", (0.0, 0.0))
+    decoder = decoder_of(folders("qwen3_vl")[0], batch_size=2, num_draft_tokens=0)
+    usual, log = vision.ImageEncoder.embed, []
+
+    def embed(self: Any, image: Image) -> Iterator[None]:
+        for _ in usual(self, image):
+            log.append("layer")
+            yield
+
+    monkeypatch.setattr(vision.ImageEncoder, "embed", embed)
+    prompts = [said("one that decodes for long"), said("short"), said(WIDE, "late")]
+    params = [SamplingParams(max_tokens=n, min_tokens=n) for n in (24, 2, 2)]
+    for event in decoder.stream(prompts, params):
+        log.append(f"token {event.index}")
+    depth = decoder.target.config["vision_config"]["depth"]
+    at = [i for i, what in enumerate(log) if what == "layer"]
+    assert len(at) >= depth
+    assert all("token 0" in log[a:b] for a, b in pairwise(at))
+
+
+def test_an_image_that_is_prepared_waits_for_no_other(
+    folders: Callable[[str], Any],
+) -> None:
+    """A request whose image is being prepared stalls all rows."""
+    encoder = vision.image_encoder(load(str(folders("mistral3")[0])))
+    assert encoder is not None
+    expected = encoder.embeddings_of(SQUARE)
+    encoder.text_of(WIDE)
+    with encoder._processing, ThreadPoolExecutor(1) as pool:
+        rows = pool.submit(lambda: np.array(encoder.embeddings_of(WIDE))).result(60)
+    assert rows.shape[-1] == expected.shape[-1]
+
+
+def test_what_waits_for_the_tower_is_bounded(
+    folders: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that wait hold the pixels of all their images, as floats."""
+    folder, model = folders("qwen3_5")
+    monkeypatch.setattr(vision, "_ARGUMENT_BYTES", 1)
+    decoder = decoder_of(folder, batch_size=3, num_draft_tokens=0)
+    encoder: Any = decoder._target.images
+    for image in (WIDE, TALL, SQUARE):
+        encoder.text_of(image)
+        assert len(encoder._arguments._values) == 1
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
