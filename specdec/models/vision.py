@@ -265,7 +265,8 @@ class ImageEncoder:
         arguments = self._arguments.get(image.digest) or self._process(image)[1]
         with self._embedding:
             tower: Any = self._loaded_tower()
-            self._outputs = layers = deque()
+            layers: deque[mx.array] = deque()
+            self._outputs = layers
             tokens = mx.array([prepared.tokens])
             try:
                 embedded = tower.get_input_embeddings(

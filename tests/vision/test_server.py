@@ -144,9 +144,11 @@ def test_refused(
     server: tuple[Running, str], part: dict[str, Any], message: str
 ) -> None:
     """The server opens its own files, calls other machines, or answers with 500."""
-    client = openai.OpenAI(base_url=f"{server[0].url}/v1", api_key="none")
     turns: Any = [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]
-    with pytest.raises(openai.BadRequestError, match=message):
+    with (
+        openai.OpenAI(base_url=f"{server[0].url}/v1", api_key="none") as client,
+        pytest.raises(openai.BadRequestError, match=message),
+    ):
         client.chat.completions.create(
             model=client.models.list().data[0].id, messages=turns, max_tokens=4
         )
