@@ -15,10 +15,8 @@ from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
 from ..utils.printable import counted, shorten
 from ..utils.tables import text_table
-from . import options
+from . import options, ranks
 from .output import (
-    note_products,
-    noted_if_slow,
     places_named,
     share_text,
     show,
@@ -97,12 +95,7 @@ def advise(
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
     loading = models.arguments(config)
-    with noted_if_slow(f"loading {models}", quiet=quiet):
-        from ..decoder import SpecDecoder
-
-        decoder = SpecDecoder.from_pretrained(**loading)
-    if not quiet:
-        note_products(decoder, loading["dtype"])
+    decoder, _ = ranks.load(None, quiet=quiet, name=str(models), **loading)
     announce(
         f"decoding {counted(len(records), 'prompt')}, then timing forwards at batch "
         f"{', '.join(map(str, sizes))}",

@@ -19,8 +19,8 @@ from ..outputs import RunStats
 from ..prompts import templates
 from ..prompts.images import read_file
 from ..utils.data_files import HALVES, json_text
-from . import options
-from .output import note_products, noted_if_slow, show, show_error, show_warnings
+from . import options, ranks
+from .output import show, show_error, show_warnings
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -93,12 +93,7 @@ def chat(
     show_warnings(notes=not quiet)
     templates.start()
     loading = models.arguments(config)
-    with noted_if_slow(f"loading {models}", quiet=quiet):
-        from ..decoder import SpecDecoder
-
-        decoder = SpecDecoder.from_pretrained(**loading)
-    if not quiet:
-        note_products(decoder, loading["dtype"])
+    decoder, _ = ranks.load(None, quiet=quiet, name=str(models), **loading)
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():
         with suppress(ImportError):

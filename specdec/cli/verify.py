@@ -11,13 +11,12 @@ from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
 from ..utils.printable import counted
-from . import options
+from . import options, ranks
 from .options import is_given
 from .output import (
     FAILURE,
     OutputFile,
     command_line,
-    noted_if_slow,
     places_named,
     share_text,
     show,
@@ -130,14 +129,10 @@ def verify(
     output = OutputFile("--json", json_file, file) if json_file else None
 
     show_warnings(notes=not quiet)
-    from ..backend import check_compiler
+    loading = models.arguments(config)
+    decoder, _ = ranks.load(None, quiet=quiet, name=str(models), **loading)
     from ..tools.parity import certify, summary
 
-    check_compiler()
-    with noted_if_slow(f"loading {models}", quiet=quiet):
-        from ..decoder import SpecDecoder
-
-        decoder = SpecDecoder.from_pretrained(**models.arguments(config))
     prompts = counted(len(records), "prompt")
     announce(
         f"decoding {prompts} {draws} times, to compare the tokens with the target's "

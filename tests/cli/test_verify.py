@@ -52,6 +52,7 @@ def verify(
         dtype: str | None,
         config: EngineConfig,
         trust_remote_code: bool,
+        ranks: None,
     ) -> SpecDecoder:
         calls.update(target=target, draft=draft, dtype=dtype, config=config)
         return make_decoder(
