@@ -86,7 +86,7 @@ def section(path: str, command: click.Command, context: click.Context) -> str:
 def body(text: str) -> str:
     """A command's text as Markdown; blocks that click does not wrap become code."""
     parts = []
-    for block in inspect.cleandoc(text).partition("\f")[0].strip().split("\n\n"):
+    for block in inspect.cleandoc(text).split("\n\n"):
         if block.startswith("\b"):
             lines = [line.strip() for line in block.splitlines()[1:]]
             parts.append("\n".join(["```sh", *lines, "```"]))
@@ -99,8 +99,7 @@ def names(option: click.Option) -> str:
     """The option as it is typed: ``--target``, ``--model MODEL``."""
     value = ""
     if not option.is_flag and not option.count:
-        value = option.metavar or metavar(option.type)
-        value = " " + " ".join([value] * (1 if option.metavar else option.nargs))
+        value = f" {option.metavar or metavar(option.type)}"
     typed = [*option.opts, *option.secondary_opts]
     short_first = sorted(typed, key=lambda name: name.startswith("--"))
     return ", ".join(cell(f"`{name}{value}`") for name in short_first)
@@ -139,11 +138,7 @@ def bounds(kind: click.IntRange | click.FloatRange) -> str:
     low, high = kind.min, kind.max
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"
-    if low is not None:
-        return f"above {low:g}" if kind.min_open else f"at least {low:g}"
-    if high is not None:
-        return f"below {high:g}" if kind.max_open else f"at most {high:g}"
-    return ""
+    return f"above {low:g}" if kind.min_open else f"at least {low:g}"
 
 
 def prose(text: str) -> str:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from specdec.errors import SpecdecError  # noqa: E402
-from specdec.tools.bench.figures import CellFigures, Figures  # noqa: E402
+from specdec.tools.bench.figures import Figures  # noqa: E402
 from specdec.tools.bench.raw import Results  # noqa: E402
 from specdec.utils.tables import markdown_table  # noqa: E402
 
@@ -94,23 +94,14 @@ TABLES = {
 
 def times(figures: Figures, row: Row, batch: int) -> str:
     """A cell: the median ratio, pass by pass."""
-    found = [
+    (system,) = (
         f
         for f in figures.cells.values()
-        if f.cell.batch == batch
-        and f.cell.drafts == row.drafts
+        if (f.cell.batch, f.cell.drafts) == (batch, row.drafts)
         and f.cell.system == "specdec"
-    ]
-    if len(found) != 1:
-        raise TableError(f"{row.folder}: {len(found)} systems with batch {batch}")
-    (system,) = found
-    other: CellFigures | None = figures.plain(system)
-    if row.over == "mlx-lm":
-        other = figures.mlx_lm(system)
-    ratios = system.ratios(other)
-    if not ratios:
-        raise TableError(f"{row.folder}: no {row.over} with batch {batch}")
-    return f"{statistics.median(ratios):.2f} times"
+    )
+    over = figures.mlx_lm if row.over == "mlx-lm" else figures.plain
+    return f"{statistics.median(system.ratios(over(system))):.2f} times"
 
 
 def render(table: Table, root: str) -> str:

@@ -47,50 +47,6 @@ def test_the_width_of_the_terminal_does_not_matter(
     assert script.page() == before
 
 
-def test_every_kind_of_option() -> None:
-    @click.command("paint")
-    @click.argument("wall", metavar="WALL")
-    @click.option("--colour", type=click.Choice(["red", "blue"]), required=True)
-    @click.option("--coats", "-c", type=click.IntRange(1, 3), default=2, metavar="N")
-    @click.option("--edge", nargs=2, type=int, help="From a|b, to [c].")
-    @click.option("--size", multiple=True, default=(1, 8), show_default=True, type=int)
-    @click.option("--wet", is_flag=True, help="As --colour, wet. [default: dry]")
-    @click.option(
-        "--part",
-        type=click.FloatRange(0, min_open=True),
-        default=0.5,
-        show_default="half",
-        help="Of the wall.",
-    )
-    def paint(**_: object) -> None:
-        """Paint a wall.
-
-        It takes
-        a while.
-
-        \b
-          paint --colour red north
-        \f
-        Not shown.
-        """  # noqa: D301 - click's marks
-
-    made = script.section("paint", paint, click.Context(paint))
-    assert made == (
-        "## paint\n\n"
-        "    paint [OPTIONS] WALL\n\n"
-        "Paint a wall.\n\n"
-        "It takes a while.\n\n"
-        "```sh\npaint --colour red north\n```\n\n"
-        "| option | |\n|---|---|\n"
-        r"| `--colour red\|blue` | (required) |" + "\n"
-        "| `-c N`, `--coats N` | (1 to 3) |\n"
-        r"| `--edge INTEGER INTEGER` | From a\|b, to \[c\]. |" + "\n"
-        "| `--size INTEGER` | (default: 1, 8) |\n"
-        "| `--wet` | As `--colour`, wet. (default: dry) |\n"
-        "| `--part FLOAT` | Of the wall. (above 0; default: half) |\n"
-    )
-
-
 def test_a_stale_page_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,12 +85,3 @@ def test_what_cannot_be_made_is_one_line(
     assert line.startswith("error: page.md: ")
     assert message in line
     assert page.read_text("utf-8") == text
-
-
-def test_missing_results_are_an_error() -> None:
-    """A folder, a number of rows, or mlx-lm beside it."""
-    row = script.Row("x", "jobs-mixed-cpu", True, "mlx-lm")
-    with pytest.raises(script.TableError, match="no mlx-lm with batch 1"):
-        script.render(script.Table("t", (1,), (row,)), "")
-    with pytest.raises(script.TableError, match="0 systems with batch 3"):
-        script.render(script.Table("t", (3,), (row,)), "")
