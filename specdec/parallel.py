@@ -62,6 +62,9 @@ _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE = ("MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 _SIZE_HERE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 _LISTS = ("MLX_HOSTFILE", "MLX_IBV_DEVICES")
+# Whether MLX collects launches in CUDA graphs. It captures each call of NCCL into one
+# of its own, for which NCCL makes a stream and an event.
+_GRAPHS = "MLX_USE_CUDA_GRAPHS"
 # Seconds that the stepping thread has to notice that the run is over.
 PATIENCE = 2.0
 _END, _ABORT, _LOST = ["end"], ["abort"], ["lost"]
@@ -128,6 +131,8 @@ class Ranks(ABC):
         """Let MLX join the ranks, which know each other now."""
         import mlx.core as mx
 
+        # On CUDA: MLX reads it before its first launch.
+        os.environ.setdefault(_GRAPHS, "0")
         try:
             with supervised(links, message):
                 self.group = mx.distributed.init(strict=True)

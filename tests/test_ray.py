@@ -142,16 +142,17 @@ STAGED = """
 import sys, ray, ray.data
 from specdec import SamplingParams
 from specdec.ray import SpecDecodeStage
-ray.init("local", include_dashboard=False)
+ray.init("local", include_dashboard=False, num_gpus=2)
 ray.data.DataContext.get_current().execution_options.preserve_order = True
 rows = [{"index": i, "prompt": f"prompt {i}"} for i in range(24)]
 params = SamplingParams(max_tokens=9, temperature=1.0, seed=4)
 ray.data.from_items(rows, override_num_blocks=6).map_batches(
     SpecDecodeStage,
     fn_constructor_kwargs={"target": sys.argv[1], "params": params},
-    batch_size=None,
+    batch_size=4,
     batch_format="pyarrow",
     compute=ray.data.ActorPoolStrategy(size=2),
+    num_gpus=1,
 ).write_json(sys.argv[2])
 """
 
@@ -173,6 +174,27 @@ def test_a_dataset(model: Path, tmp_path: Path) -> None:
     expected = decoder.generate([f"prompt {i}" for i in range(24)], PARAMS)
     assert [line["index"] for line in lines] == list(range(24))
     assert [line["text"] for line in lines] == [each.text for each in expected]
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_job(gpus: int, model: Path, tmp_path: Path) -> None:
+    """Ray refuses what it takes without GPUs; prompts are as many as no block has."""
+    prompts = [f"prompt {i}" for i in range(7)]
+    (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
+    options = {"target": model, "prompts": tmp_path / "p.txt", "output": tmp_path / "o"}
+    options |= {"ray": "local", "ray-workers": 2, "batch": 1, "max-tokens": 5}
+    subprocess.run(
+        [sys.executable, "-m", "specdec", "run", "--quiet"]
+        + [f"--{name}={value}" for name, value in options.items()],
+        check=True,
+        env={**os.environ, "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": gpus})},
+        timeout=300,
+    )
+    lines = map(json.loads, (tmp_path / "o").read_text("utf-8").splitlines())
+    decoder = SpecDecoder.from_pretrained(model)
+    expected = decoder.generate(prompts, SamplingParams(max_tokens=5))
+    texts = {line["index"]: line["text"] for line in lines}
+    assert [texts[i] for i in range(7)] == [each.text for each in expected]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

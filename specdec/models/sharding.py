@@ -90,6 +90,8 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     for path, layer in leaves_of(model):
         if type(layer) in _PLAIN:
             model.update_modules(tree_unflatten([(path, _plain(layer, group))]))
+    # New layers begin in training, and those that train use no kernels of ours.
+    model.train(model.training)
 
 
 def _indivisible(name: str, size: int, why: str) -> UnsupportedModelError:

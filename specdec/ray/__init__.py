@@ -13,7 +13,7 @@
             "target": "MODEL",
             "params": SamplingParams(max_tokens=256, temperature=0.7, seed=1),
         },
-        batch_size=None,
+        batch_size=128,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=8),
         num_gpus=1,

@@ -141,12 +141,13 @@ class RayJob:
         each = per_prompt(requests, len(indices))
         asked: Iterable[Asked] = zip(indices, prompts, each, strict=True)
         rows = [{"asked": pickle.dumps(one)} for one in asked]
-        dataset = ray.data.from_items(
-            rows, override_num_blocks=-(-len(rows) // size)
-        ).map_batches(
+        blocks = -(-len(rows) // size)
+        dataset = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             _Rows,
             fn_constructor_args=(dict(self._loading), dict(encoding)),
-            batch_size=None,
+            # With GPUs Ray wants a number. A block of fewer rows would be joined to the
+            # next.
+            batch_size=len(rows) // blocks,
             compute=ray.data.ActorPoolStrategy(
                 # Rows of the next block take the places of rows that end.
                 size=workers,

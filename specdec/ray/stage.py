@@ -63,8 +63,8 @@ class SpecDecodeStage(Worker):
     gets the columns of a line of ``specdec run --output``. A row that cannot be decoded
     gets an ``error``, and the others go on.
 
-    All rows of a batch go to the decoder at once: ``batch_size=None``, a whole block,
-    keeps the decoder's rows full for longest.
+    All rows of a batch go to the decoder at once. So ``batch_size`` is a few times the
+    rows that decode together. With GPUs Ray refuses ``None``, a whole block.
 
     Args:
         target, draft: names of models, as for

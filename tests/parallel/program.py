@@ -194,7 +194,9 @@ def compare(
     """A sharded run, and on rank 0 that of the whole model."""
     ranks = shown.ranks
     whole, mine = (model_of(arch, **changes) for _ in range(2))
-    take_shard(mine, {}, ranks, arch)
+    take_shard(mine.eval(), {}, ranks, arch)
+    training = [path for path, part in mine.named_modules() if part.training]
+    shown(f"{arch} trains nowhere", holds=not training)
     shown(f"{arch} logits of all ranks", holds=bitwise(mine, ranks))
     layers = len(make_prompt_cache(mine))
     shown(f"{arch} sums twice a layer", holds=collectives(mine) == 2 * layers)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
@@ -59,8 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 #: What the program finds out on rank 0.
 CHECKS = {
     *(
-        f"{arch} logits of all ranks"
+        f"{arch} {what}"
         for arch in ("llama", "qwen3", "qwen3_moe", "qwen3_5")
+        for what in ("logits of all ranks", "trains nowhere")
     ),
     *(f"{arch} bytes of a rank" for arch in ("llama", "qwen3_moe", "qwen3_5")),
     *(f"{arch} sums twice a layer" for arch in ("llama", "qwen3_moe", "qwen3_5")),
@@ -447,6 +449,28 @@ def test_ranks_without_a_secret_are_refused(
     monkeypatch.setenv("MLX_RANK", "0")
     with pytest.raises(RankError, match=r"export SPECDEC_RANKS_SECRET=\$\(openssl"):
         Ranks.join()
+
+
+@pytest.mark.parametrize("named", [None, "1"])
+def test_ranks_launch_without_cuda_graphs(
+    named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX has read the variable before it is set, or a user's value is lost."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("MLX_USE_CUDA_GRAPHS", None)
+    if named:
+        os.environ["MLX_USE_CUDA_GRAPHS"] = named
+    seen = []
+
+    def init(**_: object) -> SimpleNamespace:
+        seen.append(os.environ.get("MLX_USE_CUDA_GRAPHS"))
+        return SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+
+    monkeypatch.setattr(mx.distributed, "init", init)
+    rank = Follower.__new__(Follower)
+    rank.rank, rank.size = 1, 2
+    rank._join_devices([])
+    assert seen == [named or "0"]
 
 
 JOIN = "from specdec import Ranks\nRanks.join()\nprint('joined')"
