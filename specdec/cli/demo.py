@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..backend import defaults, describe
 from ..config import EngineConfig, NumDraftTokens
 from ..prompts import templates
 from ..utils.printable import counted, one_line, printable
-from . import options
-from .output import note_products, noted_if_slow, show, show_passing, show_warnings
+from . import options, ranks
+from .output import noted_if_slow, show, show_passing, show_warnings
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -73,8 +74,12 @@ def demo(
     if implied and num_draft_tokens is None:
         length = _BLOCK
     loading = models.arguments(EngineConfig(batch_size=1, num_draft_tokens=length))
-    with noted_if_slow(f"loading {models}", quiet=False):
-        plain, drafted = _loaded(loading)
+    if loading["dtype"] is None and defaults().name == "cpu":
+        loading["dtype"] = "float32"
+    drafted, _ = ranks.load(None, quiet=False, name=str(models), **loading)
+    from ..decoder import SpecDecoder
+
+    plain = SpecDecoder(drafted.target, config=EngineConfig(batch_size=1))
     where = _warmed(plain, drafted)
     show(f"{models}, {where}, one prompt at a time\n")
     total = _Comparison(drafted.draft_name is not None)
@@ -92,27 +97,12 @@ def demo(
         show(f"  {f'specdec {arguments}':<58}{what}")
 
 
-def _loaded(loading: dict[str, object]) -> tuple[SpecDecoder, SpecDecoder]:
-    """A decoder without a draft and one with it, which share the target's weights."""
-    from .. import backend
-    from ..decoder import SpecDecoder
-
-    if loading["dtype"] is None and backend.defaults().name == "cpu":
-        loading["dtype"] = "float32"
-    drafted = SpecDecoder.from_pretrained(**loading)  # type: ignore[arg-type]
-    plain = SpecDecoder(drafted.target, config=EngineConfig(batch_size=1))
-    note_products(plain, str(loading["dtype"]))
-    return plain, drafted
-
-
 def _warmed(plain: SpecDecoder, drafted: SpecDecoder) -> str:
     """Have kernels compiled for both decoders; return where they compute."""
-    from .. import backend
-
     with noted_if_slow("warming up: on first use, kernels are compiled", quiet=False):
         for decoder in (plain, drafted):
             decoder.generate(PROMPTS[0], max_tokens=16)
-    facts = backend.describe()
+    facts = describe()
     place = facts["device"] if facts["backend"] != "cpu" else "this CPU"
     return f"{place}, float32" if plain.target.in_float32 else place
 

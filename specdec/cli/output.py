@@ -36,7 +36,7 @@ from ..utils.printable import message as as_message
 from ..utils.printable import printable, shorten
 
 if TYPE_CHECKING:
-    from ..decoder import SpecDecoder
+    pass
 
 DEBUG = "SPECDEC_DEBUG"
 
@@ -295,22 +295,6 @@ def noted_if_slow(text: str, *, quiet: bool) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def note_products(
-    decoder: SpecDecoder, dtype: str | None, *, fixed_draft: bool = False
-) -> None:
-    """Note what makes a model slow on this machine, if anything does.
-
-    Args:
-        dtype: the type that the user asked for, if any.
-        fixed_draft: see :func:`~specdec.backend.product_notes`.
-    """
-    from ..backend import product_notes
-
-    float32 = dtype == "float32" or decoder.target.in_float32
-    for text in product_notes(float32=float32, fixed_draft=fixed_draft):
-        note(text)
 
 
 def show_interrupted(state: str | None = None) -> None:

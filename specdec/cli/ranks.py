@@ -28,7 +28,7 @@ from ..utils.blas import free_cores, own_threads, use_threads
 from ..utils.child import module_process
 from ..utils.process import cuda_devices
 from . import options
-from .output import FAILURE, note, note_products, noted_if_slow
+from .output import FAILURE, note, noted_if_slow
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -94,7 +94,9 @@ def _load(
     if not quiet:
         fixed = decoder.config.num_draft_tokens != "auto"
         fixed = fixed and decoder.draft_name is not None
-        note_products(decoder, settings.get("dtype"), fixed_draft=fixed)
+        float32 = settings.get("dtype") == "float32" or decoder.target.in_float32
+        for text in backend.product_notes(float32=float32, fixed_draft=fixed):
+            note(text)
     return decoder, leader
 
 
