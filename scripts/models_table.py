@@ -51,8 +51,9 @@ The recurrence of a prompt is computed by one kernel a layer on CUDA for
 bailing_moe_v3, kimi_k3, kimi_linear, olmo_hybrid, qwen3_5, qwen3_5_moe and
 qwen3_next, and in chunks on a CPU for the last three ([Devices](devices.md)). mlx-lm's
 code loops over the tokens of bailing_moe_linear, jamba, mamba, recurrent_gemma and
-rwkv7, and on a CPU of the first four; such prompts are slow. Times: Qwen3.5 in
-[prefill-h100](../benchmarks/results/prefill-h100.md); the others were not timed.
+rwkv7, and on a CPU of the first four; such prompts are slow. Times: Qwen3.5, and that
+kernel of the first four alone, in [prefill-h100](../benchmarks/results/prefill-h100.md)
+and [prefill-h200](../benchmarks/results/prefill-h200.md); the others were not timed.
 
 | architecture | runs | caches | drafts |
 |---|---|---|---|
