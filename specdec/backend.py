@@ -68,6 +68,9 @@ class BackendDefaults:
             MLX keeps for reuse are limited while rows decode, too.
         peek_rows: the most rows with which rounds without a draft peek at the
             drafter's proposals; ``None``: any number.
+        most_copied: the most bytes of a model's caches that a forward may copy, since
+            to wait until the one before is computed takes longer; ``None``: any number,
+            since MLX does not run so far ahead that it copies.
         draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
         verify_widths: the numbers of tokens of the verify forwards that are timed.
     """
@@ -87,6 +90,7 @@ class BackendDefaults:
     boolean_masks: bool = False
     shares_memory: bool = False
     peek_rows: int | None = None
+    most_copied: int | None = None
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
 
@@ -145,6 +149,7 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             # With 8 rows, peeking took a tenth to a third of a round; with one, 5 to 8%
             # (one H200).
             peek_rows=1,
+            most_copied=2**28,
         ),
         # Not measured; docs/devices.md derives these values from MLX's source. A new
         # length costs nothing; the bucket fills the attention kernel's blocks.
@@ -158,6 +163,7 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             boolean_masks=True,
             shares_memory=True,
             peek_rows=0,
+            most_copied=2**25,
             draft_lengths=(0, 1, 2, 3, 4, 7),
             verify_widths=(1, 2, 3, 4, 5, 8),
         ),

@@ -27,24 +27,38 @@ _NAME = "scaled_dot_product_attention"
 _USUAL: Any = getattr(base, _NAME)
 
 
-def attend(
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Compute what mlx-lm's function computes, by the kernel where possible."""
-    # Without a cache the model may be training, and the kernel has no gradient.
-    usual = cache is None or sinks is not None
-    if usual or not decode_attention.takes(queries, keys, values, mask):
-        theirs: mx.array = _USUAL(
-            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
-        )
-        return theirs
-    return decode_attention.attention(queries, keys, values, scale, mask)
+@cache
+def attending_by(kernel: Any) -> Callable[..., mx.array]:
+    """What mlx-lm's function computes, by a kernel where possible.
+
+    Args:
+        kernel: a module with ``takes(queries, keys, values, mask)`` and
+            ``attention(queries, keys, values, scale, mask)``.
+    """
+
+    def attend(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        # Without a cache the model may be training, and the kernel has no gradient.
+        usual = cache is None or sinks is not None
+        if usual or not kernel.takes(queries, keys, values, mask):
+            theirs: mx.array = _USUAL(
+                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+            )
+            return theirs
+        ours: mx.array = kernel.attention(queries, keys, values, scale, mask)
+        return ours
+
+    return attend
+
+
+attend = attending_by(decode_attention)
 
 
 @cache
@@ -71,9 +85,9 @@ def calling_instead(kind: Any, name: str, usual: Any, ours: Any) -> Any:
     return Derived(kind.__name__, (kind,), also)
 
 
-def _attending(kind: Any) -> Any:
-    """``kind`` with ``attend`` as attention; ``None`` if it does not call mlx-lm's."""
-    return calling_instead(kind, _NAME, _USUAL, attend)
+def attending_kind(kind: Any, kernel: Any = decode_attention) -> Any:
+    """``kind`` with a kernel's attention; ``None`` if it does not call mlx-lm's."""
+    return calling_instead(kind, _NAME, _USUAL, attending_by(kernel))
 
 
 def take_few_queries(model: nn.Module) -> None:
@@ -83,7 +97,7 @@ def take_few_queries(model: nn.Module) -> None:
     """
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        kind = _attending(module.__class__)
+        kind = attending_kind(module.__class__)
         if kind is None:
             continue
         tried = [decode_attention.proven(form) for form in _forms(module)]
@@ -97,7 +111,7 @@ def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     return decode_attention.proven.of(
         form
         for _, module in modules
-        if _attending(module.__class__) is not None
+        if attending_kind(module.__class__) is not None
         for form in _forms(module)
     )
 
@@ -114,10 +128,10 @@ def takes_single(model: nn.Module) -> bool:
     attending = {
         kind
         for kind in kinds
-        if any(_attending(k.__base__) is k for k in kind.__mro__[:-1])
+        if any(attending_kind(k.__base__) is k for k in kind.__mro__[:-1])
     }
     return bool(attending) and all(
-        kind in attending or _attending(kind) is None for kind in kinds
+        kind in attending or attending_kind(kind) is None for kind in kinds
     )
 
 

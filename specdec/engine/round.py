@@ -304,6 +304,8 @@ class Rounds:
         self._spoiled = _Spoiled()
         # The limits of the last round as an array; most rounds use it again.
         self._last: tuple[tuple[int, ...], mx.array] = (), mx.array([], mx.int32)
+        # Computed once half the last round is, and all of it.
+        self._before: tuple[list[mx.array], list[mx.array]] = [], []
 
     @property
     def unfinished(self) -> list[Request]:
@@ -454,11 +456,45 @@ class Rounds:
 
         if timed and self._new_shapes > shapes:  # rounds that waited are not timed
             self._timer.interrupt(new_shape=k > 0)
-        # One call starts all that the host will read or the next round needs.
         ahead = [committed.recent, committed.lengths, self._target.offset]
         seen = () if peeked is None else (peeked.tokens, peeked.lengths)
-        mx.async_eval(decision.packed, decision.peaks, ahead, seen)
+        steps = round_.fed if k and draft is not None and self._waits(draft) else []
+        self._hand_over([decision.packed, decision.peaks, *ahead, *seen], steps)
         return InFlight(plan, tuple(self.slots), decision, peeked, began, backlog)
+
+    def _waits(self, rows: ModelRows | DraftRows) -> bool:
+        """Whether to copy the caches takes longer than to wait until none reads them."""
+        most = self._backend.most_copied
+        return most is not None and rows.nbytes > most
+
+    def _hand_over(self, results: list[mx.array], steps: Sequence[mx.array]) -> None:
+        """Start computing a round, so that it copies no large cache.
+
+        A write copies a cache that a command in flight still reads. So each half of the
+        target's layers waits for the same half of the round before; the device computes
+        the other meanwhile. Forwards of a draft wait for each other.
+
+        Args:
+            results: all that the host will read or the next round needs.
+            steps: what each forward of a draft with large caches has chosen, but the
+                last.
+        """
+        half, whole = self._before
+        layers = self._target.halfway() if self._waits(self._target) else []
+        if steps:
+            mx.eval(whole)
+        for step in steps:
+            mx.async_eval(step)
+            mx.eval(step)
+        if layers:
+            mx.eval(half)
+            mx.async_eval(layers[:1])
+            # Unlike the layer's array, it does not hold the cache.
+            half = mx.depends([mx.zeros(1)], layers[1:])
+            mx.eval(whole)
+            mx.async_eval(half)
+        mx.async_eval(results)
+        self._before = half, results[:1]
 
     @property
     def _new_shapes(self) -> int:

@@ -23,7 +23,6 @@ from math import e, log2
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models import base
 
 from ..cuda.to_metal import metal_kernel
 
@@ -356,28 +355,8 @@ def faults(form: Form, tokens: tuple[int, ...] = (1, 2, 5, 8)) -> str:
 #: The numbers of queries that the kernel computes, of forms that were proven and timed.
 tokens_of: dict[Form, frozenset[int]] = {}
 
-USUAL: Any = base.scaled_dot_product_attention
-
-
-def attend(
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Compute what mlx-lm's function computes, by the kernel where it is proven."""
-    if cache is None or sinks is not None or not _takes(queries, keys, values, mask):
-        theirs: mx.array = USUAL(
-            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
-        )
-        return theirs
-    return attention(queries, keys, values, scale, mask)
-
-
-def _takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
+def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
+    """Whether this attention is left to :func:`attention`: it is proven and faster."""
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return False
     _, heads, tokens, size = queries.shape

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..cuda import gated_delta, proofs
-from ..cuda.attention_patch import calling_instead
+from ..cuda.attention_patch import attending_kind
 from ..cuda.gated_delta import Form, form_of, is_layer
 from ..cuda.modules import change_kinds, leaves_of
 from ..metal import attention, few_rows
@@ -121,16 +121,14 @@ def _of_attention(form: attention.Form, rows: Sequence[int] = ROWS) -> Subject:
     return Subject(f"{form.name}, queries", request, tokens, verdicts)
 
 
-def _attending(module: nn.Module) -> Any:
-    """The module's class with our attention; ``None``: it does not call mlx-lm's."""
-    usual, ours = attention.USUAL, attention.attend
-    return calling_instead(type(module), "scaled_dot_product_attention", usual, ours)
+def _by_kernel(module: nn.Module) -> Any:
+    return attending_kind(type(module), attention)
 
 
 def attention_of(model: nn.Module) -> Counter[attention.Form]:
     """The forms of a model's attention, and how many layers have each."""
     modules: list[tuple[str, Any]] = model.named_modules()
-    forms = (_form_of(each) for _, each in modules if _attending(each) is not None)
+    forms = (_form_of(each) for _, each in modules if _by_kernel(each) is not None)
     return Counter(form for form in forms if form is not None)
 
 
@@ -243,6 +241,6 @@ def take_kernels(model: nn.Module) -> None:
     change_kinds(model, KINDS, lambda layer: bool(rows_of.get(Kind.of(layer))))
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
-        attending, of = _attending(module), _form_of(module)
-        if attending is not None and of is not None and attention.tokens_of.get(of):
-            module.__class__ = attending
+        kind, of = _by_kernel(module), _form_of(module)
+        if kind is not None and of is not None and attention.tokens_of.get(of):
+            module.__class__ = kind

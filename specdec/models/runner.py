@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -388,7 +388,7 @@ class ModelRows:
     @property
     def single_stays(self) -> bool:
         """Whether a token that was written alone is taken back only from ended rows."""
-        recurrent = (isinstance(c, BatchRecurrentCache) for c in members(self._caches))
+        recurrent = map(_is_recurrent, members(self._caches))
         return self._single_stays and any(recurrent)
 
     @property
@@ -492,7 +492,7 @@ class ModelRows:
         """
         ended = [row for row in ended if self._finish[row.slot] and row.tokens[1:]]
         caches = members(self._every_cache())
-        states = [c for c in caches if isinstance(c, BatchRecurrentCache)]
+        states = [c for c in caches if _is_recurrent(c)]
         if not all(cache.remembers for cache in states):  # rows have moved since
             ended = [row for row in ended if not row.excess]
         # All at once, since computing the states of one row settles those of all.
@@ -528,6 +528,17 @@ class ModelRows:
         max_write += self.runner.backend.pad_single_token
         for cache in self._caches:
             cache.resize(max_write)
+
+    def halfway(self) -> list[mx.array]:
+        """What the last forward has written halfway: one array of each of two layers.
+
+        Attention of all layers before the second one is computed before its array. There
+        are none if too few layers store keys and values.
+        """
+        caches = [c for c in members(self._caches) if not _is_recurrent(c)]
+        middle = len(caches) // 2
+        pair = caches[middle - 1 : middle + 1] if middle else []
+        return [] if any(c.empty() for c in pair) else [c.arrays[-1] for c in pair]
 
     def evaluate(self) -> None:
         """Start computing what was written, without waiting for it."""
@@ -756,3 +767,7 @@ class ModelRows:
         self._images.extend(other._images)
         self._finish += other._finish
         extend_caches(self._caches, other._caches)
+
+
+def _is_recurrent(cache: Any) -> TypeGuard[BatchRecurrentCache]:
+    return isinstance(cache, BatchRecurrentCache)

@@ -109,13 +109,13 @@ def test_what_is_not_proven_is_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(attention, "FEWEST_COLUMNS", 40)
     calls: list[str] = []
     monkeypatch.setattr(attention, "attention", lambda *_: calls.append("ours"))
-    monkeypatch.setattr(attention, "USUAL", lambda *_, **__: calls.append("mlx"))
+    monkeypatch.setattr(attention_patch, "_USUAL", lambda *_, **__: calls.append("mlx"))
     q, k = mx.zeros((2, 4, 2, 64)), mx.zeros((2, 2, 40, 64))
     mask, cache = mx.ones((2, 1, 2, 40), mx.bool_), object()
 
     def ours(q: mx.array, k: Any, v: Any, **given: Any) -> bool:
         given = {"cache": cache, "scale": 1.0, **given}
-        attention.attend(q, k, v, **given)
+        attending_by(attention)(q, k, v, **given)
         return calls.pop() == "ours"
 
     assert ours(q, k, k, mask=mask)
