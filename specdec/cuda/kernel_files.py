@@ -12,6 +12,7 @@ Whatever is not as expected (another MLX, no headers of CUDA's), MLX compiles.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -78,6 +79,32 @@ class Kernel(NamedTuple):
     source: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        header: str,
+        source: str,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        architecture: str = "",
+    ) -> Kernel:
+        """A kernel with its code in its name, by which MLX finds compiled ones."""
+        whole = header + source + architecture
+        version = hashlib.sha256(whole.encode()).hexdigest()[:12]
+        return cls(f"specdec_{name}_{version}", header, source, inputs, outputs)
+
+    def launched_by(self, make: Callable[..., Any], *, copies_views: bool) -> Any:
+        """What ``make``, of :mod:`mx.fast`, makes of it."""
+        return make(
+            name=self.name,
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=self.source,
+            header=self.header,
+            ensure_row_contiguous=copies_views,
+        )
 
 
 class NotCompiledError(Exception):

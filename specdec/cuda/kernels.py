@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import kernel_files
+from .kernel_files import Kernel
 
 # Ends of parts that a kernel gets at least: 16 bytes, see last_columns.
 _FEWEST_ENDS = 4
@@ -103,19 +103,9 @@ def cuda_kernel(
             reads them by their strides.
     """
     source, header = _shortened(source), _shortened(header)
-    # MLX finds compiled kernels by name.
-    whole = header + source + kernel_files.architecture()
-    version = hashlib.sha256(whole.encode()).hexdigest()[:12]
-    name = f"specdec_{name}_{version}"
-    kernel = kernel_files.Kernel(name, header, source, inputs, outputs)
-    launch: Any = mx.fast.cuda_kernel(
-        name=name,
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=source,
-        header=header,
-        ensure_row_contiguous=copies_views,
-    )
+    architecture = kernel_files.architecture()
+    kernel = Kernel.of(name, header, source, inputs, outputs, architecture)
+    launch = kernel.launched_by(mx.fast.cuda_kernel, copies_views=copies_views)
     placed: set[tuple[Any, ...]] = set()
 
     def run(

@@ -7,11 +7,12 @@ functions within functions: those become macros.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Any
 
 import mlx.core as mx
+
+from .kernel_files import Kernel
 
 # ln(1 + x) for 0 <= x <= 1, which Metal lacks: the error of 1 + x is divided out
 # (Kahan).
@@ -126,13 +127,5 @@ def metal_kernel(
 
     Args: as for :func:`specdec.cuda.kernels.cuda_kernel`.
     """
-    # MLX finds compiled kernels by name.
-    version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    return mx.fast.metal_kernel(
-        name=f"specdec_{name}_{version}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=source,
-        header=header,
-        ensure_row_contiguous=copies_views,
-    )
+    kernel = Kernel.of(name, header, source, inputs, outputs)
+    return kernel.launched_by(mx.fast.metal_kernel, copies_views=copies_views)

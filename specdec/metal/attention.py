@@ -355,6 +355,7 @@ def faults(form: Form, tokens: tuple[int, ...] = (1, 2, 5, 8)) -> str:
 #: The numbers of queries that the kernel computes, of forms that were proven and timed.
 tokens_of: dict[Form, frozenset[int]] = {}
 
+
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     """Whether this attention is left to :func:`attention`: it is proven and faster."""
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):

@@ -303,37 +303,25 @@ def _of_layer(layer: Any, x: mx.array) -> mx.array:
     return out + layer["bias"] if "bias" in layer else out
 
 
-class FewRowsLinear(nn.QuantizedLinear):
-    """A quantized layer whose products of few rows the kernel computes.
+def _derived(name: str, plain: Any, method: str) -> Any:
+    """A quantized layer's class whose product of few rows the kernel computes.
 
-    Attributes:
-        plain: mlx-lm's class of such layers.
+    Args:
+        plain: mlx-lm's class of such layers, its attribute ``plain``.
+        method: the name of its method for products.
     """
+    usual = getattr(plain, method)
 
-    plain: Any = nn.QuantizedLinear
+    def call(self: Any, x: mx.array) -> mx.array:
+        product_of: Any = _of_layer if _computes(self, x) else usual
+        out: mx.array = product_of(self, x)
+        return out
 
-    def __call__(self, x: mx.array) -> mx.array:
-        if _computes(self, x):
-            return _of_layer(self, x)
-        linear: Any = super().__call__
-        usual: mx.array = linear(x)
-        return usual
-
-
-class FewRowsEmbedding(nn.QuantizedEmbedding):
-    """A quantized embedding whose product as an output layer the kernel computes."""
-
-    plain: Any = nn.QuantizedEmbedding
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Logits (..., V) of x (..., D)."""
-        if _computes(self, x):
-            return _of_layer(self, x)
-        linear: Any = super().as_linear
-        usual: mx.array = linear(x)
-        return usual
+    return type(name, (plain,), {"plain": plain, method: call, "__module__": __name__})
 
 
+FewRowsLinear = _derived("FewRowsLinear", nn.QuantizedLinear, "__call__")
+FewRowsEmbedding = _derived("FewRowsEmbedding", nn.QuantizedEmbedding, "as_linear")
 KINDS: dict[type, Any] = {
     nn.QuantizedLinear: FewRowsLinear,
     nn.QuantizedEmbedding: FewRowsEmbedding,

@@ -532,8 +532,8 @@ class ModelRows:
     def halfway(self) -> list[mx.array]:
         """What the last forward has written halfway: one array of each of two layers.
 
-        Attention of all layers before the second one is computed before its array. There
-        are none if too few layers store keys and values.
+        Attention of all layers before the second one is computed before its array.
+        There are none if too few layers store keys and values.
         """
         caches = [c for c in members(self._caches) if not _is_recurrent(c)]
         middle = len(caches) // 2

@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from specdec.cuda import attention_patch
+from specdec.cuda.attention_patch import attending_by
 from specdec.metal import attention
 from specdec.metal.attention import Form
 from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
