@@ -69,8 +69,7 @@ class BackendDefaults:
         peek_rows: the most rows with which rounds without a draft peek at the
             drafter's proposals; ``None``: any number.
         most_copied: the most bytes of a model's caches that a forward may copy, since
-            to wait until the one before is computed takes longer; ``None``: any number,
-            since MLX does not run so far ahead that it copies.
+            to wait until the one before is computed takes longer.
         draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
         verify_widths: the numbers of tokens of the verify forwards that are timed.
     """
@@ -90,7 +89,7 @@ class BackendDefaults:
     boolean_masks: bool = False
     shares_memory: bool = False
     peek_rows: int | None = None
-    most_copied: int | None = None
+    most_copied: int = 0
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
 
@@ -129,7 +128,13 @@ class BackendDefaults:
 _DEFAULTS: dict[str, BackendDefaults] = {
     each.name: each
     for each in (
-        BackendDefaults("cpu", read_bucket=1, static_shapes=False, costs_by_token=True),
+        BackendDefaults(
+            "cpu",
+            read_bucket=1,
+            static_shapes=False,
+            costs_by_token=True,
+            most_copied=2**24,
+        ),
         BackendDefaults(
             "cuda",
             read_bucket=256,
@@ -149,7 +154,8 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             # With 8 rows, peeking took a tenth to a third of a round; with one, 5 to 8%
             # (one H200).
             peek_rows=1,
-            most_copied=2**28,
+            # One H200: to wait takes a draft some 0.3 ms, to copy 277 MB 0.1.
+            most_copied=2**29,
         ),
         # Not measured; docs/devices.md derives these values from MLX's source. A new
         # length costs nothing; the bucket fills the attention kernel's blocks.

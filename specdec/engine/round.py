@@ -450,24 +450,24 @@ class Rounds:
         # In a plain round of rows that all run, each keeps its token.
         if checks or -1 in plan.limits or decision.errors:
             self._target.trim_per_sequence(decision.rejected, k + 1)
-        if draft is not None and self._serves and not plan.first:
-            draft.commit(round_, decision)
         self._committed = committed = decision.committed
 
-        if timed and self._new_shapes > shapes:  # rounds that waited are not timed
-            self._timer.interrupt(new_shape=k > 0)
         ahead = [committed.recent, committed.lengths, self._target.offset]
         seen = () if peeked is None else (peeked.tokens, peeked.lengths)
-        steps = round_.fed if k and draft is not None and self._waits(draft) else []
-        self._hand_over([decision.packed, decision.peaks, *ahead, *seen], steps)
+        results = [decision.packed, decision.peaks, *ahead, *seen]
+        self._hand_over(results, round_.fed if k else [])
+        # Afterwards, since some drafters hand over what they commit.
+        if draft is not None and self._serves and not plan.first:
+            draft.commit(round_, decision)
+        if timed and self._new_shapes > shapes:  # rounds that waited are not timed
+            self._timer.interrupt(new_shape=k > 0)
         return InFlight(plan, tuple(self.slots), decision, peeked, began, backlog)
 
     def _waits(self, rows: ModelRows | DraftRows) -> bool:
-        """Whether to copy the caches takes longer than to wait until none reads them."""
-        most = self._backend.most_copied
-        return most is not None and rows.nbytes > most
+        """Whether a copy of the caches takes longer than to wait for who reads them."""
+        return rows.nbytes > self._backend.most_copied
 
-    def _hand_over(self, results: list[mx.array], steps: Sequence[mx.array]) -> None:
+    def _hand_over(self, results: list[mx.array], fed: Sequence[mx.array]) -> None:
         """Start computing a round, so that it copies no large cache.
 
         A write copies a cache that a command in flight still reads. So each half of the
@@ -476,22 +476,20 @@ class Rounds:
 
         Args:
             results: all that the host will read or the next round needs.
-            steps: what each forward of a draft with large caches has chosen, but the
-                last.
+            fed: what the further forwards of the draft begin with.
         """
         half, whole = self._before
-        layers = self._target.halfway() if self._waits(self._target) else []
-        if steps:
-            mx.eval(whole)
-        for step in steps:
-            mx.async_eval(step)
-            mx.eval(step)
-        if layers:
+        if fed and self._draft is not None and self._waits(self._draft):
+            for tokens in (whole, *fed):
+                mx.async_eval(tokens)
+                mx.synchronize()  # until nothing holds what was read, too
+        if self._waits(self._target):
+            middle = self._target.halfway()
             mx.eval(half)
-            mx.async_eval(layers[:1])
-            # Unlike the layer's array, it does not hold the cache.
-            half = mx.depends([mx.zeros(1)], layers[1:])
+            mx.async_eval(middle[:1])
             mx.eval(whole)
+            # Unlike the array of a layer, these do not hold its cache.
+            half = mx.depends([mx.zeros(1)], middle[1:])
             mx.async_eval(half)
         mx.async_eval(results)
         self._before = half, results[:1]

@@ -1,0 +1,92 @@
+"""Rounds copy no cache: bytes are counted on the CPU, which copies where a GPU does.
+
+MLX copies an array that a command in flight still reads, instead of writing into it. On
+the CPU the host is at most some 50 operations ahead, so these models have few.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+
+from specdec.cache import core
+from specdec.config import EngineConfig
+from specdec.decoder import SpecDecoder
+from specdec.sampling_params import SamplingParams
+from specdec.tools.decoding import token_level
+
+HEADS, SIZE, VOCAB, ROWS, LENGTH = 8, 64, 32, 8, 1000
+LAYER = 2 * ROWS * LENGTH * HEADS * SIZE * mx.float32.size
+
+
+class Layer(nn.Module):
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        rows, tokens, _ = x.shape
+        q = x.reshape(rows, tokens, HEADS, SIZE).transpose(0, 2, 1, 3)
+        keys, values = cache.update_and_fetch(q, q)
+        y = scaled_dot_product_attention(q, keys, values, cache, 0.1, mask)
+        return y.transpose(0, 2, 1, 3).reshape(x.shape)
+
+
+class Model(nn.Module):
+    """Attention, and nothing else."""
+
+    def __init__(self, num_layers: int):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HEADS * SIZE)
+        self.layers = [Layer() for _ in range(num_layers)]
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        x = self.embed(tokens)
+        mask = create_attention_mask(x, cache[0], return_array=True)
+        for layer, each in zip(self.layers, cache, strict=True):
+            x = layer(x, mask, each)
+        return self.embed.as_linear(x)
+
+
+def held(layers: int, draft_layers: int, k: int) -> float:
+    """The most bytes that six rounds hold, by those of a layer's keys and values."""
+    models = Model(layers), Model(draft_layers)
+    mx.eval(models)
+    before, reset = mx.get_active_memory(), False
+    config = EngineConfig(batch_size=ROWS, num_draft_tokens=k, prefill_step_size=512)
+    target, draft = map(token_level, models)
+    decoder = SpecDecoder(target, draft if k else None, config=config)
+    prompts = [[i % VOCAB for i in range(LENGTH + row)] for row in range(ROWS)]
+    params = SamplingParams(max_tokens=60, num_draft_tokens=k)
+    for _ in decoder.stream(prompts, params):
+        if decoder.stats.rounds == 2 and not reset:
+            mx.reset_peak_memory()
+            reset = True
+        if decoder.stats.rounds == 8:
+            break
+    return (mx.get_peak_memory() - before) / LAYER
+
+
+@pytest.mark.parametrize(
+    ("layers", "draft_layers", "k"),
+    [(1, 1, 0), (4, 1, 0), (2, 1, 4), (2, 3, 2)],
+)
+def test_no_cache_is_copied(layers: int, draft_layers: int, k: int) -> None:
+    """One round ahead copied the target's, a draft's forwards the draft's."""
+    layers_held = layers + (draft_layers if k else 0)
+    assert layers_held <= held(layers, draft_layers, k) < 1.1 * layers_held + 0.2
+
+
+def test_a_cache_that_something_holds_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planted fault: arrays of former writes are kept, as by a forgotten name."""
+    kept: list[Any] = []
+    write = core.Storage.write
+
+    def keeping(self: Any, *args: Any) -> None:
+        kept[:] = [self.arrays]
+        write(self, *args)
+
+    monkeypatch.setattr(core.Storage, "write", keeping)
+    assert held(1, 1, 0) > 1.9
