@@ -69,7 +69,8 @@ class BackendDefaults:
         peek_rows: the most rows with which rounds without a draft peek at the
             drafter's proposals; ``None``: any number.
         most_copied: the most bytes of a model's caches that a forward may copy, since
-            to wait until the one before is computed takes longer.
+            to wait until the one before is computed takes longer. ``None``: it need not
+            wait, since MLX is too few operations ahead of the device to copy.
         draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
         verify_widths: the numbers of tokens of the verify forwards that are timed.
     """
@@ -89,7 +90,7 @@ class BackendDefaults:
     boolean_masks: bool = False
     shares_memory: bool = False
     peek_rows: int | None = None
-    most_copied: int = 0
+    most_copied: int | None = 0
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
 
@@ -133,7 +134,7 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             read_bucket=1,
             static_shapes=False,
             costs_by_token=True,
-            most_copied=2**24,
+            most_copied=None,
         ),
         BackendDefaults(
             "cuda",
@@ -169,7 +170,7 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             boolean_masks=True,
             shares_memory=True,
             peek_rows=0,
-            most_copied=2**25,
+            most_copied=2**26,
             draft_lengths=(0, 1, 2, 3, 4, 7),
             verify_widths=(1, 2, 3, 4, 5, 8),
         ),

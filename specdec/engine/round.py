@@ -465,7 +465,8 @@ class Rounds:
 
     def _waits(self, rows: ModelRows | DraftRows) -> bool:
         """Whether a copy of the caches takes longer than to wait for who reads them."""
-        return rows.nbytes > self._backend.most_copied
+        most = self._backend.most_copied
+        return most is not None and rows.nbytes > most
 
     def _hand_over(self, results: list[mx.array], fed: Sequence[mx.array]) -> None:
         """Start computing a round, so that it copies no large cache.

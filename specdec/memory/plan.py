@@ -277,7 +277,7 @@ class MemoryPlan:
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
         """A round in which every row is as long as it can become."""
         length, k, backend = self._longest(rows), self.num_draft_tokens, self.backend
-        parts, inputs = dict[str, int](), 0
+        parts, inputs, copies = dict[str, int](), 0, 0
         for name, model in self._models.items():
             held, width, writes = length, self._wide, self._wide
             # A draft catches up in pieces; with static shapes the last piece is padded.
@@ -286,6 +286,9 @@ class MemoryPlan:
                 width = max(width, min(CATCH_UP_STEP, held))
                 writes = width + backend.pad_single_token
             self._add(parts, name, rows, held, width, writes)
+            # Each forward in flight may have copied caches, if they are small.
+            copied = min(parts[f"{name} KV cache"], backend.most_copied or 0)
+            copies += copied * (max(1, k) if name == "draft" else self._ahead)
             if k:
                 inputs += len(rows) * width * sum(c.held_bytes for c in model.caches)
         # Rows that leave and rows that join in one step copy a layer twice more.
@@ -300,8 +303,8 @@ class MemoryPlan:
         ) + max(choosing_bytes(rows, n, m.vocab_size) for m, n in heads)
         if inputs:
             parts["rollback inputs"] = inputs
-        if ahead := self._ahead:
-            parts["rounds in flight"] = ahead * (parts["activations"] + parts["logits"])
+        if flying := copies + self._ahead * (parts["activations"] + parts["logits"]):
+            parts["rounds in flight"] = flying
         return self._moment("decoding", parts | self._others)
 
     def _calibration(self, num_rows: int) -> Moment:

@@ -1,11 +1,12 @@
 """Rounds copy no cache: bytes are counted on the CPU, which copies where a GPU does.
 
 MLX copies an array that a command in flight still reads, instead of writing into it. On
-the CPU the host is at most some 50 operations ahead, so these models have few.
+the CPU it is at most some 50 operations ahead, so these models have few.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
-from specdec.cache import core
+from specdec import backend
+from specdec.cache.storage import Storage
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.sampling_params import SamplingParams
@@ -46,6 +48,13 @@ class Model(nn.Module):
         for layer, each in zip(self.layers, cache, strict=True):
             x = layer(x, mask, each)
         return self.embed.as_linear(x)
+
+
+@pytest.fixture(autouse=True)
+def _waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's settings, but for copies: they are as on a GPU with large caches."""
+    waiting = replace(backend.defaults("cpu"), most_copied=0)
+    monkeypatch.setattr(backend, "defaults", lambda name=None: waiting)
 
 
 def held(layers: int, draft_layers: int, k: int) -> float:
@@ -82,11 +91,11 @@ def test_a_cache_that_something_holds_is_copied(
 ) -> None:
     """The planted fault: arrays of former writes are kept, as by a forgotten name."""
     kept: list[Any] = []
-    write = core.Storage.write
+    write = Storage.write
 
     def keeping(self: Any, *args: Any) -> None:
         kept[:] = [self.arrays]
         write(self, *args)
 
-    monkeypatch.setattr(core.Storage, "write", keeping)
+    monkeypatch.setattr(Storage, "write", keeping)
     assert held(1, 1, 0) > 1.9
