@@ -172,9 +172,7 @@ def followed(device: str, rows: int, chance: float) -> float:
     Forwards are timed before the first round, without the keys of a long context.
     """
     chip, _, keys = device.partition(" ")
-    timed = {
-        k: 0.02 * (stairs(METAL[chip], rows * (k + 1)) + 0.05 * k) for k in LADDER
-    }
+    timed = {k: 0.02 * (stairs(METAL[chip], rows * (k + 1)) + 0.05 * k) for k in LADDER}
     attention = {k: 0.1 * rows * stairs(LONG, k + 1) * bool(keys) for k in LADDER}
     times = {k: [timed[k] + attention[k]] * 11 for k in LADDER}
     # Slots are never dropped, since other batch sizes would be other staircases.
