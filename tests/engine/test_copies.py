@@ -26,11 +26,14 @@ LAYER = 2 * ROWS * LENGTH * HEADS * SIZE * mx.float32.size
 
 
 class Layer(nn.Module):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         rows, tokens, _ = x.shape
         q = x.reshape(rows, tokens, HEADS, SIZE).transpose(0, 2, 1, 3)
         keys, values = cache.update_and_fetch(q, q)
-        y = scaled_dot_product_attention(q, keys, values, cache, 0.1, mask)
+        y: mx.array = scaled_dot_product_attention(q, keys, values, cache, 0.1, mask)
         return y.transpose(0, 2, 1, 3).reshape(x.shape)
 
 
@@ -38,7 +41,7 @@ class Model(nn.Module):
     """Attention, and nothing else."""
 
     def __init__(self, num_layers: int):
-        super().__init__()
+        nn.Module.__init__(self)
         self.embed = nn.Embedding(VOCAB, HEADS * SIZE)
         self.layers = [Layer() for _ in range(num_layers)]
 
@@ -47,7 +50,8 @@ class Model(nn.Module):
         mask = create_attention_mask(x, cache[0], return_array=True)
         for layer, each in zip(self.layers, cache, strict=True):
             x = layer(x, mask, each)
-        return self.embed.as_linear(x)
+        logits: mx.array = self.embed.as_linear(x)
+        return logits
 
 
 @pytest.fixture(autouse=True)
