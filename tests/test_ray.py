@@ -181,11 +181,11 @@ def test_a_job(gpus: int, model: Path, tmp_path: Path) -> None:
     """Ray refuses what it takes without GPUs; prompts are as many as no block has."""
     prompts = [f"prompt {i}" for i in range(7)]
     (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
-    options = {"target": model, "prompts": tmp_path / "p.txt", "output": tmp_path / "o"}
-    options |= {"ray": "local", "ray-workers": 2, "batch": 1, "max-tokens": 5}
+    paths = {"target": model, "prompts": tmp_path / "p.txt", "output": tmp_path / "o"}
+    sizes = {"ray": "local", "ray-workers": 2, "batch": 1, "max-tokens": 5}
     subprocess.run(
         [sys.executable, "-m", "specdec", "run", "--quiet"]
-        + [f"--{name}={value}" for name, value in options.items()],
+        + [f"--{name}={value}" for name, value in [*paths.items(), *sizes.items()]],
         check=True,
         env={**os.environ, "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": gpus})},
         timeout=300,
