@@ -106,7 +106,7 @@ def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-def last_words(leader: Leader | None, say: Callable[..., None]) -> None:
+def report_loss(leader: Leader | None, say: Callable[..., None]) -> None:
     """Set the report for a rank that ends while the main thread waits for it.
 
     Args:

@@ -323,7 +323,7 @@ class _Decoding:
             turns: number of user turns after the first ones of the prompts.
         """
         interrupted, lost = False, None
-        ranks.last_words(self.job.leader, partial(self._conclude, interrupted=True))
+        ranks.report_loss(self.job.leader, partial(self._conclude, interrupted=True))
         with self.progress, last_words(lambda: self._conclude(interrupted=True)):
             try:
                 self._take(events, turns)

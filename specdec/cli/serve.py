@@ -201,7 +201,7 @@ def _serve_here(
 
     stopping = partial(_show_stopping, config, quiet=quiet)
     app = make_app(decoder, config)
-    ranks.last_words(leader, partial(_answer, app))
+    ranks.report_loss(leader, partial(_answer, app))
     failure = run(app, config.stop_timeout, listener, started, stopping)
     if failure is not None:
         raise engine_failed(failure) from failure
