@@ -225,6 +225,15 @@ MARKDOWN = [
     ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
     ("[x](javascript:alert(1))", "<p>[x](javascript:alert(1))</p>"),
     ("[x](data:text/html,1) ![i](file:///etc)", None),
+    ("```a b```\nc", "<p><code>a b</code><br>c</p>"),
+    ("````md\n```js\nx\n```\n````", "<pre><code>```js\nx\n```</code></pre>"),
+    ("```md\n```js\n```", "<pre><code>```js</code></pre>"),
+    ("***a***", "<p><em><strong>a</strong></em></p>"),
+    (
+        "|a \\| b|\n|-|\n|`c\\|d`|",
+        "<table><thead><tr><th>a | b</th></tr></thead>"
+        "<tbody><tr><td><code>c|d</code></td></tr></tbody></table>",
+    ),
 ]
 
 
@@ -247,8 +256,35 @@ def test_answers_are_shown_as_markdown(server: Running, browser: Browser) -> Non
         "- " * 3000 + "x",
         "*" * 3000 + "x",
         "`a" * 999 + "x",
+        " ".join("`" * n + "a" for n in range(1, 120)) + "x",
+        "**a " * 9999 + "x",
     ):
         shown = browser.run(
             f"element('div', ...blocks([{json.dumps(text)}])).textContent"
         )
         assert shown.endswith("x")
+    lines = browser.run(
+        "blocks('a\\n'.repeat(70000).split('\\n'))[0].childNodes.length"
+    )
+    assert lines == 139_999
+    for address in ("https://a.b/w/C_(d)", "https://a.b/?q=[e]"):
+        for text in (f"see {address}.", f"[x]({address})", f"![x]({address})"):
+            made = browser.run(f"blocks([{json.dumps(text)}])[0].outerHTML")
+            assert f'href="{address}"' in made
+            assert "!" not in made
+
+
+@pytest.mark.parametrize(
+    "stored", ['{', "5", "{}", "[1]", '[{"role": "user"}]', '[{"role": "user", '
+               '"content": []}]', '[{"role": "system", "content": "a"}]']
+)  # fmt: skip
+def test_another_pages_storage_is_no_chat(
+    stored: str, server: Running, browser: Browser
+) -> None:
+    """Programs at one address share it; the page could send nothing any more."""
+    browser.call("Page.enable")
+    browser.call("Page.navigate", url=server.url)
+    browser.until("document.readyState === 'complete' && !!document.title")
+    stored = json.dumps(stored)
+    script = f"keep.setItem('messages', {stored}); messages = []; recall(); messages"
+    assert browser.run(script) == []
