@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..model_names import target_name
 from ..prompts import Encoding, PromptRecord
 from ..sampling_params import SamplingParams
-from ..utils.data_files import DataError, json_text, parse_json
+from ..utils.data_files import HALVES, DataError, json_text, parse_json
 from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
 from ..utils.records import first_difference
@@ -133,7 +133,7 @@ class Finished:
             OSError: the file cannot be written.
         """
         text = "".join(f"{line}\n" for line in self.lines.values())
-        data = text.encode(errors="surrogatepass")
+        data = text.encode(errors=HALVES)
         if data != self.data:
             replace_file(Path(self.path).resolve(), data, private=self.private)
 
@@ -162,16 +162,17 @@ def finished_in(
     lines = data.removeprefix(BOM_UTF8).decode(errors="surrogateescape").split("\n")
     for number, line in enumerate(lines, 1):
         written = line.replace("\0", "").strip()
+        damaged = any("\udc80" <= each <= "\udcff" for each in written)
         try:
             row = parse_json(written, surrogates=True) if written else None
         except DataError:
+            row = None
             # After a crash of the system, parts of a file may be zeros, and the last
             # line incomplete.
-            torn = number == len(lines) or "\0" in line
+            torn = number == len(lines) or "\0" in line or damaged
             if not torn or written[:8] != _BEGIN[: len(written)]:
                 raise _foreign(path, number, "is no result") from None
-            continue
-        if row is None:
+        if row is None or damaged:
             continue
         index = row.get("index") if isinstance(row, dict) else None
         if type(index) is not int or not 0 <= index < len(records):
@@ -192,6 +193,7 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
     tokens = row.get("token_ids")
     return (
         isinstance(row.get("text"), str)
+        and isinstance(row.get("settings", {}), dict)
         and isinstance(tokens, list)
         and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
         and bool(tokens or not row["text"])

@@ -171,6 +171,40 @@ def test_an_interrupted_run_is_resumed(
         assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "stays"),
+    [
+        (b"Salut", b"\\ud800", True),  # half of a pair, which UTF-8 cannot hold
+        (b"Salut", b"Sal\xe9", False),
+        (b"Salut", b"Sal\xed\xa0\x80", False),
+        (b'"Salut', b"\xff", False),
+        (b'"text"', b'"settings": [], "text"', False),
+        (b'"text"', b'"settings": null, "text"', False),
+    ],
+)
+def test_a_damaged_line_is_decoded_again(
+    old: bytes,
+    new: bytes,
+    stays: bool,
+    specdec: Specdec,
+    decoder: FakeDecoder,
+    tmp_path: Path,
+) -> None:
+    """Bytes that are no text were kept as others, and made the file unreadable."""
+    path = tmp_path / "out.jsonl"
+    result = result_of(0, "a", "Salut").to_dict()
+    line = json.dumps(result).encode()
+    assert old in line
+    failed = json.dumps({**result, "index": 1, "finish_reason": "error"}).encode()
+    path.write_bytes(b"\n".join([line.replace(old, new), failed, b""]))
+    options = ("run", "-p", "a", "-p", "a", "--output", str(path), "--resume")
+    made = specdec(*options)
+    assert made.exit_code == 0, made.output
+    assert decoder.calls["prompts"] == ["a"] * (2 - stays)
+    assert sorted(row["index"] for row in read_lines(path)) == [0, 1]
+    path.read_text("utf-8")
+
+
 def test_settings_are_json_all_the_way_down(specdec: Specdec, tmp_path: Path) -> None:
     """A tuple of Python stood in them as a text, and --resume compared the texts."""
     path = tmp_path / "out.jsonl"
