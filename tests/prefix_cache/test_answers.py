@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -409,6 +410,28 @@ def clients(name: str, prompt: list[int], folder: Path, on_disk: bool) -> None:
     assert asked(last, "b").prefix_tokens <= len(other) - 1
     assert asked(follow, None, "s").prefix_tokens == 0
     prefixes.close()
+
+
+@pytest.mark.parametrize("length", [3, 17, 21])
+def test_two_clients_with_one_answer(length: int, tmp_path: Path) -> None:
+    """One file would be both clients', and the second one's answer be lost."""
+    prompt, params = BEGINNINGS[2][:length], SamplingParams(max_tokens=10)
+
+    def asked(prompt: list[int], client: str, folder: Path) -> Request:
+        prefixes = memory_store(memory=0, folder=folder, disk=1 << 30)
+        decoding = Talk("full", "", AT_ONCE, prefixes)
+        own = replace(params, draft_corpus=client)
+        (request,) = decoding.turn([prompt], [own])
+        prefixes.close()
+        return request
+
+    first = tmp_path / "first"
+    answer = asked(prompt, "a", first).tokens
+    assert asked(prompt, "b", first).tokens == answer
+    for client in "ab":
+        shutil.copytree(first, tmp_path / client)
+        follow = asked([*prompt, *answer, 5, 5], client, tmp_path / client)
+        assert follow.prefix_tokens == len(prompt) + len(answer) - 1, client
 
 
 def clients_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:
