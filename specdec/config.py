@@ -78,7 +78,10 @@ class EngineConfig:
         require_int("batch_size", self.batch_size, 1)
         few = self.batch_size <= MAX_BATCH_SIZE
         require(few, "batch_size", self.batch_size, f"at most {MAX_BATCH_SIZE}")
-        if self.num_draft_tokens != "auto":
+        if (
+            not isinstance(self.num_draft_tokens, str)
+            or self.num_draft_tokens != "auto"
+        ):
             require_int("num_draft_tokens", self.num_draft_tokens, 0, other='"auto"')
         require_int("prefill_step_size", self.prefill_step_size, 1)
         if self.kv_bits is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdec.config import EngineConfig
@@ -183,7 +184,7 @@ class _Fails:
 ODD: list[Any] = [
     object(), b"x", 3.5, [], {}, float("nan"), -1, True, None, "\0", "\ud800", [None],
     {1: 2}, 10**5000, [[]], (b"",), _Fails(), "a" * 5000, range(3), set(), 1j, [1, "a"],
-    Path("\0"), "a b " * 2000, len,
+    Path("\0"), "a b " * 2000, len, np.array([1, 2]),
 ]  # fmt: skip
 
 

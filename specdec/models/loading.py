@@ -241,9 +241,7 @@ def fit(model: Any) -> None:
             gated_delta,
             rotated_heads,
         )
-        # Other ranks wait for rank 0, and find what it has compiled.
-        dtype = None if launched_rank() else _type_of(model)
-        with kept_proofs(), compiled_beside(dtype) as waits:
+        with kept_proofs(), compiled_beside(_type_of(model)) as waits:
             proofs = [proof for part in parts for proof in part.proofs_of(model)]
             warm_up.run([partial(compile_together, proofs), *proofs, *waits])
             flattened_matmul.flatten_products(model)

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ..errors import ConfigError
+from ..utils.printable import quoted
 from .guard import BACKLOG, Connection, close_late, limit_log, max_connections
 
 #: Seconds that connections have to close once all answers have ended.
@@ -31,8 +32,9 @@ def bind(host: str, port: int) -> socket.socket:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"host is {host!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no name of a host"
+        raise ConfigError(f"host is {quoted(host)}: {why}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import reason_of
-from ..utils.printable import one_line
+from ..utils.printable import one_line, quoted
 from .config import ServerConfig
 from .errors import RequestError
 from .guard import BODY_SECONDS, check_size
@@ -339,6 +339,15 @@ class Bodies:
         if kind != "application/json":
             raise RequestError(
                 "the body must be JSON: send the header Content-Type: application/json",
+                status=415,
+                code="unsupported_media_type",
+            )
+        if (
+            coding := request.headers.get("content-encoding", "identity")
+        ) != "identity":
+            raise RequestError(
+                f"a body of Content-Encoding {quoted(coding)} is not supported: send "
+                "it without",
                 status=415,
                 code="unsupported_media_type",
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from specdec.errors import (
     UnsupportedModelError,
 )
 from specdec.model_names import default_target
-from specdec.models import load, load_draft
+from specdec.models import load, load_draft, loading
 from specdec.models.model_outline import outline
 
 from .folders import write_folder
@@ -75,6 +76,18 @@ def test_folder_in_another_type(bits: int | None, dtype: str, tmp_path: Path) ->
     if dtype == "float32":
         logits = np.array(model(TOKENS))
         np.testing.assert_allclose(loaded.model(TOKENS), logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_kernels_are_compiled_for_the_type_that_is_computed_in(
+    dtype: mx.Dtype, tiny_model: Any
+) -> None:
+    """Packed weights are whole numbers, and the most of a model's arrays."""
+    model = tiny_model("llama", hidden_size=64, intermediate_size=64)
+    model.set_dtype(dtype)
+    assert loading._type_of(model) == dtype
+    nn.quantize(model, group_size=32, bits=4)
+    assert loading._type_of(model) == dtype
 
 
 def test_quantized_folder_stays_packed(tmp_path: Path) -> None:

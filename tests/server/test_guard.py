@@ -455,6 +455,13 @@ def test_only_json_is_taken(kind: str) -> None:
     assert refusal(web.Bodies(1000), Client(b"{}", kind)).status == 415
 
 
+def test_a_body_that_is_packed_is_refused_as_such() -> None:
+    """It was called no JSON, which the client's author believed to send."""
+    packed = refusal(web.Bodies(1000), Client(b"\x1f\x8b", content_encoding="gzip"))
+    assert packed.status == 415
+    assert "gzip" in str(packed)
+
+
 def test_elements_are_counted_before_they_are_parsed() -> None:
     """16 MB of empty lists become 350 MB, while nothing else can run.
 

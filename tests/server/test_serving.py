@@ -22,7 +22,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from specdec import EngineConfig, SamplingParams, ServerError, SpecDecoder
+from specdec import (
+    ConfigError,
+    EngineConfig,
+    SamplingParams,
+    ServerError,
+    SpecDecoder,
+)
 from specdec.engine.session import Bounds
 from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat, web
@@ -59,6 +65,14 @@ def endless(server: Running, **more: Any) -> socket.socket:
     )
     made.sendall(body)
     return made
+
+
+@pytest.mark.parametrize("host", ["x" * 5000, "a..b", "\ud800", "a\0b", "\u2024"])
+def test_what_is_no_name_of_a_host(host: str) -> None:
+    """Python's own encoding of names ended the command with an unexpected error."""
+    with pytest.raises(ConfigError, match=r"^host is ") as raised:
+        bind(host, 0)
+    assert len(str(raised.value)) < 400
 
 
 def test_five_hundred_at_once(tmp_path: Path) -> None:
