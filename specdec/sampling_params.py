@@ -16,6 +16,7 @@ from .utils.checks import (
     is_int,
     require,
     require_int,
+    require_one_of,
     require_range,
 )
 from .utils.names import check_settings, settings
@@ -267,9 +268,7 @@ class SamplingParams:
         require_int("top_k", self.top_k, 0)
         require_range("xtc_probability", self.xtc_probability, 0, 1)
         require_range("xtc_threshold", self.xtc_threshold, 0, 0.5)
-        rule = f"{', '.join(VERIFICATIONS[:-1])} or {VERIFICATIONS[-1]}"
-        known = self.verification in VERIFICATIONS
-        require(known, "verification", self.verification, rule)
+        require_one_of("verification", self.verification, VERIFICATIONS)
 
     def _check_penalties(self) -> None:
         for token, bias in (self.logit_bias or {}).items():

@@ -8,7 +8,13 @@ from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
 from ..sampling_params import MAX_TEMPERATURE
-from ..utils.checks import require, require_bytes, require_int, require_range
+from ..utils.checks import (
+    require,
+    require_bytes,
+    require_int,
+    require_one_of,
+    require_range,
+)
 from ..utils.names import settings
 
 #: What mlx-lm's clients call the server's own model.
@@ -86,9 +92,7 @@ class ServerConfig:
         for name in ("request_timeout", "keep_alive"):
             value = getattr(self, name)
             require_range(name, value, 0, _MOST_SECONDS, open_low=True)
-        known = self.prefix_sharing in PREFIX_SHARING
-        rule = " or ".join(PREFIX_SHARING)
-        require(known, "prefix_sharing", self.prefix_sharing, rule)
+        require_one_of("prefix_sharing", self.prefix_sharing, PREFIX_SHARING)
         if not all(key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty: name a key, or leave it out")
         if not all(name.strip() for name in self.names):

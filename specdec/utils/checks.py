@@ -82,9 +82,10 @@ def require_range(
     require(inside, name, value, f"a number {ends}" + (f" ({note})" if note else ""))
 
 
-def require_one_of(name: str, value: object, allowed: tuple[int, ...]) -> None:
-    """Require one of several whole numbers."""
-    # 4.0 == 4, but a number of bits must be an int.
+def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Require one of several whole numbers or texts."""
+    # 4.0 == 4, but a number of bits must be an int. An array has no truth value.
     *others, last = map(str, allowed)
     rule = f"{', '.join(others)} or {last}"
-    require(is_int(value) and value in allowed, name, value, rule)
+    plain = is_int(value) or isinstance(value, str)
+    require(plain and value in allowed, name, value, rule)
