@@ -413,8 +413,8 @@ class BatchRecurrentCache(BatchCache):
         if kept is None:
             kept = [self._num_written] * self.batch_size
         elif isinstance(kept, mx.array):  # a second trim, which is rare
-            found: list[int] = kept.tolist()  # type: ignore[assignment]
-            kept = found
+            listed: list[int] = kept.tolist()  # type: ignore[assignment]
+            kept = listed
         counts = [at_most] * len(kept) if isinstance(n, mx.array) else n
         left = [k - c for k, c in zip(kept, counts, strict=False)]
         if min(left, default=0) < 0:

@@ -223,7 +223,7 @@ def scan(
     threads = form.value_size // form.state_rows * LANES
     a_log, dt_bias, norm = form.types
     name = "gated_delta" + again * "_again" + (lengths is not None) * "_ragged"
-    found = _kernel(name, form.eps, again, lengths is not None)(
+    outputs = _kernel(name, form.eps, again, lengths is not None)(
         inputs=arrays,
         template=[
             ("T", form.dtype),
@@ -247,8 +247,8 @@ def scan(
         output_shapes=shapes,
         output_dtypes=dtypes,
     )
-    y, joined, gates, after = found[:4]
-    return Found(y, found[4] if again else state, after, Log(joined, gates))
+    y, joined, gates, after = outputs[:4]
+    return Found(y, outputs[4] if again else state, after, Log(joined, gates))
 
 
 def again(
@@ -261,8 +261,8 @@ def again(
     # Later tokens change neither the window nor the state.
     rows = log.joined.shape[0]
     nothing = Inputs(*(mx.zeros((rows, 1, n), form.dtype) for n in form.widths))
-    found = scan(form, weights, nothing, log, state, kept)
-    return found.log.joined[:, : form.kernel_size - 1], found.before
+    results = scan(form, weights, nothing, log, state, kept)
+    return results.log.joined[:, : form.kernel_size - 1], results.before
 
 
 def reference(
@@ -301,9 +301,9 @@ def reference(
     valid = None
     if lengths is not None:
         valid = mx.arange(new.shape[1]) < lengths[:, None]
-    found, after = rule(q, k, v, decay, beta, state, valid)
-    normed = mx.fast.rms_norm(found, weights.norm, form.eps)
-    y = precise_swiglu(found, z, normed).reshape(*new.shape[:2], -1)
+    attended, after = rule(q, k, v, decay, beta, state, valid)
+    normed = mx.fast.rms_norm(attended, weights.norm, form.eps)
+    y = precise_swiglu(attended, z, normed).reshape(*new.shape[:2], -1)
     if valid is not None:
         y = mx.where(valid[..., None], y, 0)
     gates = mx.stack([decay, beta.astype(mx.float32)], axis=-1)
@@ -458,10 +458,10 @@ def _agrees(form: Form) -> bool:
         wanted = reference(form, weights, second, began.log, state, kept)
         whole = reference(form, weights, *prompt)
         mx.eval(began, wanted, whole)
-    found = scan(form, weights, first, window, state)
-    ended = scan(form, weights, second, found.log, state, kept)
+    ours = scan(form, weights, first, window, state)
+    ended = scan(form, weights, second, ours.log, state, kept)
     return (
-        alike(form, found, began)
+        alike(form, ours, began)
         and alike(form, ended, wanted)
         and alike(form, scan(form, weights, *prompt), whole, log=False)
     )

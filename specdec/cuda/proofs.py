@@ -25,7 +25,7 @@ class Verdicts(Protocol):
     def get(self, name: str, /) -> bool | None:
         """The verdict of this process or an earlier one; ``None``: there is none."""
 
-    def put(self, name: str, found: bool, /) -> None:
+    def put(self, name: str, verdict: bool, /) -> None:
         """Keep a verdict."""
 
 
@@ -163,10 +163,10 @@ def kept(name: str) -> bool | None:
     return None if _kept is None else _kept.get(name)
 
 
-def keep(name: str, found: bool) -> None:
+def keep(name: str, verdict: bool) -> None:
     """Keep a verdict, if :func:`kept_in` says where."""
     if _kept is not None:
-        _kept.put(name, found)
+        _kept.put(name, verdict)
 
 
 @cache

@@ -134,8 +134,8 @@ class CompiledForwards:
         keys = [cache.reserve(width, padded=bool(valid)) for cache in parts]
         if None in keys:
             return None
-        given = [cache.given() for cache in parts]
-        keys += [form for form, _ in given]
+        states = [cache.given() for cache in parts]
+        keys += [form for form, _ in states]
         offsets: list[mx.array] = []
         groups = [_place(offsets, cache.offset) for cache in parts]
         # Operations belong to the stream that was current when they were made.
@@ -154,10 +154,10 @@ class CompiledForwards:
             function = self._make(
                 name, options, caches, parts, groups, padding, keeps, bool(valid)
             )
-        held = [arrays for _, arrays in given]
+        held = [arrays for _, arrays in states]
         counts = [mx.array(list(valid), mx.int32)] if valid else []
         try:
-            found, hidden, offsets, held = function.call(
+            result, hidden, offsets, held = function.call(
                 list(inputs), [*counts, *offsets], held
             )
         except _CannotCompileError:
@@ -185,7 +185,7 @@ class CompiledForwards:
         self._functions.move_to_end(key)
         if len(self._functions) > MAX_GRAPHS:
             self._functions.popitem(last=False)
-        return found, hidden
+        return result, hidden
 
     def look_at_weights(self) -> None:
         """Drop all graphs if weights were replaced, since graphs hold the old ones."""
@@ -245,14 +245,14 @@ class CompiledForwards:
                 inputs = [twice, *inputs[1:]]
                 for twin in twins:
                     twin.prepare(lengths=[1] * rows)
-            given = [
+            layer_caches = [
                 next(rest) if n is None else BatchCacheList(*islice(rest, n))
                 for n in sizes
             ]
             if name == _FORWARD:
-                found = model(*inputs, cache=given)
+                result = model(*inputs, cache=layer_caches)
             else:
-                found = getattr(model, name)(*inputs, given, *options)
+                result = getattr(model, name)(*inputs, layer_caches, *options)
             hidden = None if recorder is None else recorder.take()
             after: list[mx.array] = list(offsets)
             for twin, group in zip(twins, groups, strict=True):
@@ -261,13 +261,13 @@ class CompiledForwards:
                 if twin.offset is offsets[group] or twin.offset is not after[group]:
                     raise _CannotCompileError
             if padding:
-                found = found[:, :num_tokens]
+                result = result[:, :num_tokens]
                 hidden = None if hidden is None else hidden[:, :num_tokens]
             left = [twin.left() for twin in twins]
             forms[:] = [form for form, _ in left]
             if not keeps:
                 after = list(offsets)
-            return found, hidden, after, [arrays for _, arrays in left]
+            return result, hidden, after, [arrays for _, arrays in left]
 
         return Function(mx.compile(forward), forms)
 

@@ -47,13 +47,13 @@ class KeptProofs:
 
     def get(self, name: str) -> bool | None:
         """What was found for this name; ``None``: nothing is kept."""
-        found = self._entry().get(name)
-        return found if isinstance(found, bool) else None
+        verdict = self._entry().get(name)
+        return verdict if isinstance(verdict, bool) else None
 
-    def put(self, name: str, found: bool) -> None:
+    def put(self, name: str, verdict: bool) -> None:
         """Keep what was found for this name."""
-        self._file.save(self._key, self._entry() | {name: found})
+        self._file.save(self._key, self._entry() | {name: verdict})
 
     def _entry(self) -> dict[str, Any]:
-        found = self._file.load().get(self._key)
-        return found if isinstance(found, dict) else {}
+        entry = self._file.load().get(self._key)
+        return entry if isinstance(entry, dict) else {}

@@ -166,8 +166,8 @@ def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
     if not all(fits for _, fits, _ in calls):
         return None
     places = [
-        next((i for i, c in enumerate(caches) if any(c is v for v in given)), None)
-        for _, _, given in calls
+        next((i for i, c in enumerate(caches) if any(c is v for v in arguments)), None)
+        for _, _, arguments in calls
     ]
     known = [place for place in places if place is not None]
     return tuple(places) if len(set(known)) == len(known) else None

@@ -127,11 +127,11 @@ class _Tape:
 
     def holding(self, arrays: tuple[mx.array, ...]) -> _Tape:
         """A tape like this one, with other arrays."""
-        made, rest = _Tape(self._width), iter(arrays)
-        made._outputs = {
+        twin, rest = _Tape(self._width), iter(arrays)
+        twin._outputs = {
             name: [next(rest) for _ in each] for name, each in self._outputs.items()
         }
-        return made
+        return twin
 
     def play(self, start: int, stop: int) -> _Tape:
         """Play back the outputs for tokens ``start`` to ``stop``."""
@@ -249,18 +249,18 @@ class _Call:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        given = [a for a in self._arguments.values() if isinstance(a, mx.array)]
-        return (*given, *self._tape.arrays)
+        inputs = [a for a in self._arguments.values() if isinstance(a, mx.array)]
+        return (*inputs, *self._tape.arrays)
 
     def holding(self, arrays: tuple[mx.array, ...]) -> _Call:
-        made, rest = copy.copy(self), iter(arrays)
-        made._cache = None
-        made._arguments = {
+        twin, rest = copy.copy(self), iter(arrays)
+        twin._cache = None
+        twin._arguments = {
             name: next(rest) if isinstance(a, mx.array) else a
             for name, a in self._arguments.items()
         }
-        made._tape = self._tape.holding(tuple(rest))
-        return made
+        twin._tape = self._tape.holding(tuple(rest))
+        return twin
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
         slots = self._states.begun(slots, self._rows)
@@ -322,8 +322,8 @@ class _Call:
         **how: Any,
     ) -> tuple[Any, Slots]:
         """Like :meth:`_layer`, for rows that may have no tokens before this call."""
-        begun = self._states.begun(slots, self._rows)
-        output, after = self._layer(begun, offset, arguments, tape, **how)
+        filled = self._states.begun(slots, self._rows)
+        output, after = self._layer(filled, offset, arguments, tape, **how)
         if self._code not in _BEGIN_OTHERWISE:
             return output, after
         none: Slots = [None] * len(slots)
@@ -348,18 +348,18 @@ class _Call:
         if lengths is not None:
             # A new array, because layers count it down.
             held.lengths = mx.maximum(lengths, 0)  # type: ignore[assignment]
-        given: Any = held
+        cache_argument: Any = held
         if self._members is not None:
             others: list[Any] = [_KeysAsGiven(offset) for _ in self._members]
             if self._cache is not None and not again:
                 others = self._cache.caches
             pairs = zip(self._members, others, strict=True)
             members: list[Any] = [held if ours else c for ours, c in pairs]
-            given = BatchCacheList(*members)
+            cache_argument = BatchCacheList(*members)
         _current.tape = tape
         try:
             usual: Any = super(type(self.layer), self.layer)
-            output = usual.__call__(**{**arguments, "cache": given})
+            output = usual.__call__(**{**arguments, "cache": cache_argument})
         finally:
             _current.tape = None
         return output, list(held.cache)
@@ -449,22 +449,22 @@ class _Scan(_Call):
         inputs = gated_delta.projected(layer, hidden)
         weights = gated_delta.weights_of(layer)
         ragged = mx.array(list(lengths)) if len(set(lengths)) > 1 else None
-        found = how(form, weights, inputs, past, state, kept, ragged)
-        output = layer.out_proj(found.y)
+        results = how(form, weights, inputs, past, state, kept, ragged)
+        output = layer.out_proj(results.y)
         group = getattr(layer, "sharding_group", None)
         if group is not None:
             output = mx.distributed.all_sum(output, group=group)
         if tokens < width:
             output = _widened(output, tokens, width)
         if how is gated_delta.scan:
-            self._log, self._arguments = found.log, {}
+            self._log, self._arguments = results.log, {}
         else:
             self._arguments = self._part(0, tokens, width)
         self._cache, self.width = None, tokens
-        joined, size = found.log.joined, form.kernel_size - 1
-        before: Slots = [joined[:, :size], found.before]
+        joined, size = results.log.joined, form.kernel_size - 1
+        before: Slots = [joined[:, :size], results.before]
         if ragged is None:
-            return output, before, [joined[:, tokens:], found.after]
+            return output, before, [joined[:, tokens:], results.after]
         # A row without tokens has no part in the joined inputs. Prompts begin with a
         # window, not with a log.
         assert isinstance(past, mx.array)
@@ -474,7 +474,7 @@ class _Scan(_Call):
         places = mx.arange(rows)[:, None] * length + ragged[:, None] + mx.arange(size)
         after = joined.reshape(-1, channels)[places]
         after = mx.where((ragged > 0)[:, None, None], after, past)
-        return output, before, [after, found.after]
+        return output, before, [after, results.after]
 
     @property
     def form(self) -> Hashable:
@@ -489,9 +489,9 @@ class _Scan(_Call):
     def holding(self, arrays: tuple[mx.array, ...]) -> _Call:
         if self._log is None:
             return super().holding(arrays)
-        made = copy.copy(self)
-        made._log = gated_delta.Log(*arrays)
-        return made
+        twin = copy.copy(self)
+        twin._log = gated_delta.Log(*arrays)
+        return twin
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -564,21 +564,23 @@ class _Watched(mlx_lm_cache.ArraysCache):
 
     def __setitem__(self, place: int, value: mx.array) -> None:
         super().__setitem__(place, value)  # type: ignore[no-untyped-call]
-        for module, given in reversed(self._calls):
-            if any(c is self for c in getattr(given, "caches", [given])):
+        for module, cache_argument in reversed(self._calls):
+            if any(
+                c is self for c in getattr(cache_argument, "caches", [cache_argument])
+            ):
                 self.writers[place] = module
                 return
 
 
-def _watched(cache: Any, calls: _Calls, found: list[_Watched]) -> Any:
+def _watched(cache: Any, calls: _Calls, watched: list[_Watched]) -> Any:
     if isinstance(cache, mlx_lm_cache.CacheList):
         return mlx_lm_cache.CacheList(
-            *(_watched(c, calls, found) for c in cache.caches)
+            *(_watched(c, calls, watched) for c in cache.caches)
         )
     if type(cache) is not mlx_lm_cache.ArraysCache:
         return cache
-    found.append(_Watched(len(cache.cache), calls))
-    return found[-1]
+    watched.append(_Watched(len(cache.cache), calls))
+    return watched[-1]
 
 
 def _noting_calls(part: Any, calls: _Calls) -> Any:
@@ -593,8 +595,8 @@ def _noting_calls(part: Any, calls: _Calls) -> Any:
     signature = inspect.signature(type(part).__call__)
 
     def noted(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = signature.bind(part, *args, **kwargs).arguments.get("cache")
-        calls.append((part, given))
+        cache_argument = signature.bind(part, *args, **kwargs).arguments.get("cache")
+        calls.append((part, cache_argument))
         output = usual(*args, **kwargs)
         calls.pop()
         return output
@@ -612,14 +614,17 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
     layers are not found, the model is returned, and its caches refuse it. Weights that
     are replaced later reach the twin through :func:`share_weights`.
     """
-    found: list[_Watched] = []
+    watched_caches: list[_Watched] = []
     calls: _Calls = []
-    caches = [_watched(c, calls, found) for c in mlx_lm_cache.make_prompt_cache(model)]
-    if not found:
+    caches = [
+        _watched(c, calls, watched_caches)
+        for c in mlx_lm_cache.make_prompt_cache(model)
+    ]
+    if not watched_caches:
         return model
     _noting_calls(model, calls)(mx.zeros((1, _PROBE), mx.int32), cache=caches)
     blank: dict[int, dict[int, tuple[tuple[int, ...], mx.Dtype]]] = {}
-    for watched in found:
+    for watched in watched_caches:
         for place, layer in watched.writers.items():
             array: Any = watched.cache[place]
             blank.setdefault(id(layer), {})[place] = (array.shape[1:], array.dtype)
@@ -670,20 +675,20 @@ def scan_bytes(twin: nn.Module) -> tuple[int, int]:
 def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:
     """``part`` of a model, with mlx-lm's recurrent layers replaced by twins."""
     if isinstance(part, list | tuple):
-        made = [_with(p, states, within) for p in part]
-        if all(a is b for a, b in zip(made, part, strict=True)):
+        parts = [_with(p, states, within) for p in part]
+        if all(a is b for a, b in zip(parts, part, strict=True)):
             return part
-        return type(part)(made)
+        return type(part)(parts)
     if not isinstance(part, dict):
         return part
-    own = states.get(id(part))
-    inside = within or own is not None
+    layer_states = states.get(id(part))
+    inside = within or layer_states is not None
     items = {name: _with(value, states, inside) for name, value in part.items()}
     changed = any(items[name] is not value for name, value in part.items())
     if not isinstance(part, nn.Module):
         return items if changed else part
     kind: type = type(part)
-    if own is not None:
+    if layer_states is not None:
         kind = _recurrent(kind)
     elif within and isinstance(part, nn.Linear | nn.QuantizedLinear | nn.Conv1d):
         kind = _taped(kind)
@@ -692,6 +697,6 @@ def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:
     twin = as_kind(part, kind)
     dict.update(twin, items)
     vars(twin)["_twin_of"] = part
-    if own is not None:
-        vars(twin)["_recurrent_states"] = own
+    if layer_states is not None:
+        vars(twin)["_recurrent_states"] = layer_states
     return twin

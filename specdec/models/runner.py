@@ -171,12 +171,11 @@ class ModelRunner:
         runner.recorder.check(self.name)
         runner.beside = beside
         if beside is not None and self.prefixes is not None:
-            own, others = self._written_caches, beside._written_caches
             runner.prefixes = ModelPrefixes(
                 self.prefixes.store,
                 self.model,
                 self.name,
-                lambda: [*own(), *others()],
+                lambda: [*self._written_caches(), *beside._written_caches()],
                 beside.model,
             )
         if runner.compiled is not None:
@@ -570,8 +569,8 @@ class ModelRows:
         if self.session is None:
             return
         yield from self.session.find(without)
-        made, own = self.session.refill(self._every_cache()), len(self._caches)
-        self._caches, others = made[:own], made[own:]
+        caches, num_own = self.session.refill(self._every_cache()), len(self._caches)
+        self._caches, others = caches[:num_own], caches[num_own:]
         self.reused = self.session.reused
         if self.beside is not None:
             self.beside._caches, self.beside.done = others, self.reused
@@ -660,19 +659,19 @@ class ModelRows:
         method, valid = getattr(self.runner.model, name), list(lengths or ())
         done = self._compiled(name, arrays, options=options, keeps=keeps, valid=valid)
         if done is not None:
-            found = done[0]
+            result = done[0]
         elif lengths is None:
-            found = method(*arrays, self._caches, *options)
+            result = method(*arrays, self._caches, *options)
             if not keeps:
                 width = arrays[0].shape[1]
                 self.trim_per_sequence([width] * self.num_rows, width)
         else:
             with self._padded(lengths):
-                found = method(*arrays, self._caches, *options)
+                result = method(*arrays, self._caches, *options)
         if lengths is not None:
             self.done = [d + n for d, n in zip(self.done, lengths, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(self.done, default=0))
-        return found
+        return result
 
     def _compiled(
         self, name: str, arrays: Sequence[mx.array], **how: Any
@@ -701,8 +700,8 @@ class ModelRows:
     def fits(self, num_tokens: int) -> bool:
         """Whether every row has room for ``num_tokens`` more tokens."""
         # Ask every cache: each may learn its rows' lengths when it is asked.
-        found = [cache.fits(num_tokens) for cache in self._caches]
-        return all(found)
+        answers = [cache.fits(num_tokens) for cache in self._caches]
+        return all(answers)
 
     def trim_per_sequence(
         self, n: mx.array | Sequence[int], at_most: int, fewest: int = 0

@@ -91,8 +91,8 @@ class BlockHead(DraftHead):
         if config.owns_mask:
             self.mask_embedding = mx.zeros((sizes.hidden_size,))
         if config.markov_rank:
-            made = MARKOV_HEADS[config.markov_kind]
-            self.markov_head: MarkovHead = made(
+            kind = MARKOV_HEADS[config.markov_kind]
+            self.markov_head: MarkovHead = kind(
                 config.vocab_size,
                 config.draft_vocab_size,
                 config.markov_rank,
@@ -110,8 +110,8 @@ class BlockHead(DraftHead):
 
     def context(self, hidden: mx.array) -> mx.array:
         """The input of the context's keys and values, (B, S, D)."""
-        made: mx.array = self.hidden_norm(self.fc(hidden))
-        return made
+        context: mx.array = self.hidden_norm(self.fc(hidden))
+        return context
 
     def absorb(
         self, hidden: mx.array, following: mx.array, caches: list[Any]
@@ -119,8 +119,7 @@ class BlockHead(DraftHead):
         """Write context entries, see :meth:`DraftHead.absorb`."""
         context = self.context(hidden)
         for layer, cache in zip(self.layers, caches, strict=True):
-            made = layer.self_attn.keys_values(context, cache.offset)
-            cache.update_and_fetch(*made)
+            cache.update_and_fetch(*layer.self_attn.keys_values(context, cache.offset))
         return None
 
     def inputs(self, anchor: mx.array, width: int) -> mx.array:
@@ -151,12 +150,12 @@ class BlockHead(DraftHead):
 
     def logits(self, h: mx.array) -> mx.array:
         """Logits of the head's own tokens, without the Markov head's bias."""
-        found = super().logits(h)
+        logits = super().logits(h)
         if self.args.logit_scale != 1:
-            found = found * self.args.logit_scale
+            logits = logits * self.args.logit_scale
         if cap := self.args.logit_cap:
-            found = mx.tanh(found / cap) * cap
-        return found
+            logits = mx.tanh(logits / cap) * cap
+        return logits
 
     def predict(self, h: mx.array) -> mx.array:
         """Logits of the head's own tokens from normed states."""

@@ -165,8 +165,8 @@ class HeadConfig:
     @property
     def lent_width(self) -> int:
         """Width of what it takes from the target."""
-        own = self.owns_embedding and self.owns_head
-        return self.target_size if own else self.sizes.hidden_size
+        owns_both = self.owns_embedding and self.owns_head
+        return self.target_size if owns_both else self.sizes.hidden_size
 
     def completed(self, num_layers: int) -> HeadConfig:
         """It, with what the number of the target's layers decides."""
@@ -239,10 +239,10 @@ class Published:
         Raises:
             DataError: there is none.
         """
-        found = self.value(*names)
-        if found is None or found == []:
+        value = self.value(*names)
+        if value is None or value == []:
             raise DataError(f"{names[0]} is missing")
-        return found
+        return value
 
     def windows(self, num_layers: int) -> tuple[int | None, ...]:
         """Tokens of each layer's sliding window; ``None``: it sees everything.

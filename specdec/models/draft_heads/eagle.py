@@ -79,8 +79,8 @@ class EagleHead(DraftHead):
             parts: Any = mx.split(hidden, len(self.fc_norm), axis=-1)
             each = zip(self.fc_norm, parts, strict=True)
             hidden = mx.concatenate([norm(part) for norm, part in each], axis=-1)
-        made: mx.array = self.fc(hidden)
-        return made
+        feature: mx.array = self.fc(hidden)
+        return feature
 
     def absorb(
         self, hidden: mx.array, following: mx.array, caches: list[Any]

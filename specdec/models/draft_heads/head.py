@@ -109,8 +109,8 @@ class DraftHead(nn.Module):
         """Logits of the head's own tokens from normed states (B, S, D)."""
         if "lm_head" not in self:
             return self.ends.logits(h)
-        found: mx.array = self.lm_head(h)
-        return found
+        logits: mx.array = self.lm_head(h)
+        return logits
 
     def as_target(self, logits: mx.array) -> mx.array:
         """Logits of the target's tokens from logits of the head's own tokens.
