@@ -12,11 +12,12 @@ from .batch import BatchCache
 
 
 def _each(name: str) -> Callable[..., None]:
-    """A method that calls the method ``name`` of each member."""
+    """A method that calls ``name`` of each member; lists among arguments are parted."""
 
     def call(self: BatchCacheList, *args: Any, **kwargs: Any) -> None:
-        for cache in self.caches:
-            getattr(cache, name)(*args, **kwargs)
+        for i, cache in enumerate(self.caches):
+            parts = [a.caches[i] if isinstance(a, BatchCacheList) else a for a in args]
+            getattr(cache, name)(*parts, **kwargs)
 
     return call
 
@@ -39,6 +40,7 @@ class BatchCacheList:
     prepare, finalize = _each("prepare"), _each("finalize")
     filter, reset = _each("filter"), _each("reset")
     clean, make_finite = _each("clean"), _each("make_finite")
+    begin_like, place, extend = _each("begin_like"), _each("place"), _each("extend")
 
     @property
     def offset(self) -> mx.array:
@@ -76,18 +78,6 @@ class BatchCacheList:
         # Ask all of them, because each may learn its rows' lengths by looking.
         answers = [c.fits(num_tokens) for c in self.caches]
         return all(answers)
-
-    def begin_like(self, other: BatchCacheList) -> None:
-        for c, o in zip(self.caches, other.caches, strict=True):
-            c.begin_like(o)
-
-    def place(self, rows: Sequence[int], other: BatchCacheList) -> None:
-        for c, o in zip(self.caches, other.caches, strict=True):
-            c.place(rows, o)
-
-    def extend(self, other: BatchCacheList) -> None:
-        for c, o in zip(self.caches, other.caches, strict=True):
-            c.extend(o)
 
     def extract(self, idx: int) -> Any:
         """Row ``idx`` as mlx-lm's ``CacheList``."""

@@ -94,23 +94,15 @@ class LeadingSession(Session):
         self._leader.raise_failure()
         self._leader.send(what, self._number, *content)
 
-    def add_encoded(
+    def _queue(
         self,
         prompt: EncodedPrompt,
         params: SamplingParams,
-        grammar: GrammarState | None = None,
-        *,
-        checked: bool = False,
+        grammar: GrammarState | None,
     ) -> int:
-        self._check_whole()
-        # The other ranks get only valid requests, with all defaults filled in.
-        params = self._completed(params)
-        if not checked:
-            params = self._bounds.check(prompt, params)
-        grammar = grammar or self._bounds.grammar(params)
         with self._leader.turn:
             self._send("add", prompt, params)
-            return super().add_encoded(prompt, params, grammar, checked=True)
+            return super()._queue(prompt, params, grammar)
 
     def cancel(self, index: int) -> bool:
         self._check_whole()

@@ -24,7 +24,8 @@ from ..models.runner import ModelRows, ModelRunner
 from ..parallel import Ranks
 from ..request import Request
 from ..sampling_params import SamplingParams
-from ..spec_decode import Drafter, Round
+from ..spec_decode import Drafter
+from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import (
     LADDER,
     AutoLength,
@@ -32,10 +33,9 @@ from ..spec_decode.draft_length import (
     Forwards,
 )
 from ..spec_decode.drafter import most_proposed
-from ..spec_decode.guard import as_drafter_error
+from ..spec_decode.guard import as_drafter_error, vetted
 from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
-from ..spec_decode.vetting import vetted
 
 log = logging.getLogger("specdec.engine")
 
@@ -282,28 +282,19 @@ class _Drafting:
         self._hidden, self._num_tokens = hidden, num_tokens
         self._active = mx.ones((num_rows,), mx.bool_)
         self._kept = mx.ones((num_rows,), mx.int32)
-        self._recent = recent
-        self._length = mx.full((num_rows,), 2, mx.int32)
+        self._committed = Committed(recent, mx.full((num_rows,), 2, mx.int32))
 
     def propose(self) -> list[mx.array]:
         """Build one round; its first forward takes two tokens, as in decoding."""
-        draws = self._rules.draws(self._length, self._num_tokens + 1)
-        rules, rows = self._rules, (self._recent, self._active)
-        round_ = Round(
-            self._num_tokens,
-            *rows,
-            rules.sampling,
-            draws,
-            lengths=self._length,
-            target=self._target,
-        )
+        committed, limits = self._committed, [self._num_tokens] * len(self._kept)
+        round_ = self._rules.round_of(limits, committed, self._active, self._target)
         proposals = vetted(self._rows, round_, self._rows.propose(round_))
         proposed = proposals.tokens
         chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
         self._rows.commit(round_, Accepted(chosen, self._kept, self._hidden))
-        self._recent = mx.concatenate([self._recent[:, 1:], chosen[:, :1]], axis=1)
-        self._length = self._length + 1
-        return [self._recent, self._length]
+        recent = mx.concatenate([committed.recent[:, 1:], chosen[:, :1]], axis=1)
+        self._committed = Committed(recent, committed.lengths + 1)
+        return [recent, self._committed.lengths]
 
 
 def draft_length(

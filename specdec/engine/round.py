@@ -167,8 +167,14 @@ class InFlight:
         """
         packed: list[list[int]] = self.decision.packed.tolist()  # type: ignore[assignment]
         peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
-        logprobs = self.decision.logprobs
-        reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)
+        reported: Sequence[Sequence[TokenLogprobs]] = [()] * len(packed)
+        if (logprobs := self.decision.logprobs) is not None:
+            reported = logprobs.read(
+                [
+                    s.params.top_logprobs if s and s.reports_logprobs else None
+                    for s in self.rows
+                ]
+            )
         read: list[int | None] = []
         for i, request in enumerate(self.rows):
             if request is None or request.finish_reason is not None:

@@ -217,7 +217,15 @@ class Session:
         params = self._completed(params)
         if not checked:
             params = self._bounds.check(prompt, params)
-        grammar = grammar or self._bounds.grammar(params)
+        return self._queue(prompt, params, grammar or self._bounds.grammar(params))
+
+    def _queue(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        grammar: GrammarState | None,
+    ) -> int:
+        """Queue a request that was checked, with all defaults filled in."""
         marks = self._thinking(prompt)
         state: GrammarState | ThinkingBudget | None = grammar
         if params.max_thinking_tokens is not None and marks is not None:

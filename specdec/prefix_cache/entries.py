@@ -115,22 +115,15 @@ def block_start(end: int, block_size: int) -> int:
     return (end - 1) // block_size * block_size
 
 
-def salted(signature: str, salt: str | None) -> str:
-    """The signature of entries with ``salt``; ``signature`` itself without one."""
-    if salt is None:
-        return signature
-    text = f"{signature} salt {salt}"
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+def apart(signature: str, kind: Literal["salt", "client"], name: str | None) -> str:
+    """The signature of entries that are apart from others.
 
-
-def answered(root: str, client: str | None) -> str:
-    """The signature of a client's answers to prompts whose signature is ``root``.
-
-    It is ``root`` itself where all who share the prompts are one client (``None``).
+    Those of a salt are apart from all prompts, a client's answers from the prompts that
+    others share. Without a name it is ``signature`` itself.
     """
-    if client is None:
-        return root
-    text = f"{root} client {client}"
+    if name is None:
+        return signature
+    text = f"{signature} {kind} {name}"
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .entries import Kind, Plan, answered, block_start, place_key, salted
+from .entries import Kind, Plan, apart, block_start, place_key
 from .radix import common_length
 from .signature import KnownWeights, signature
 from .snapshot import Form, Piece, cut, refill
@@ -154,8 +154,8 @@ class PrefixSession:
         Call this first.
         """
         for row, salt, client in zip(self._rows, salts, clients, strict=True):
-            row.keys = [salted(self._signature, salt)]
-            row.answers = answered(row.root, client)
+            row.keys = [apart(self._signature, "salt", salt)]
+            row.answers = apart(row.root, "client", client)
 
     @property
     def reused(self) -> list[int]:

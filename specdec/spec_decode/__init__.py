@@ -12,10 +12,9 @@ from .factory import (
     factory_of,
     make_drafter,
 )
-from .guard import DraftGuard
+from .guard import DraftGuard, check_proposals
 from .ngram import NgramDrafter, NgramOptions
 from .rejection_sampler import Accepted
-from .vetting import check_proposals
 
 __all__ = [
     "Accepted",

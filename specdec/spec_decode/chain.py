@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from ..models.runner import ModelRows
 from .drafter import Drafter, DraftRows, Proposals, Round
+from .guard import ours, vetted
 from .rejection_sampler import Accepted
-from .vetting import ours, vetted
 
 
 class ChainDrafter(Drafter):

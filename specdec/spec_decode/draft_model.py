@@ -15,8 +15,8 @@ from ..models.runner import EndedRow, ModelRows, ModelRunner
 from ..models.vocabulary import VocabularyMap
 from .backlog import Backlog, Piece
 from .drafter import Drafter, DraftRows, Proposals, Round
+from .guard import ours
 from .rejection_sampler import Accepted
-from .vetting import ours
 
 
 class DraftModel(Drafter):

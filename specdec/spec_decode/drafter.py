@@ -30,7 +30,7 @@ class Proposals:
         inputs: each row's newest token, then ``tokens``, shape (B, k + 1), if they are
             one array already (:meth:`within`), which saves a launch. It is used only
             from specdec's own drafters, since nothing checks the newest token
-            (:func:`~specdec.spec_decode.vetting.vetted`).
+            (:func:`~specdec.spec_decode.guard.vetted`).
     """
 
     tokens: mx.array

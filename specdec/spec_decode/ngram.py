@@ -23,9 +23,9 @@ from ..utils.checks import require, require_int
 from . import ngram_search
 from .corpus import DEPTH, Continuation, Corpora, Corpus
 from .drafter import Drafter, DraftRows, Proposals, Round
+from .guard import ours
 from .ngram_search import EMPTY, ring_of
 from .rejection_sampler import Accepted
-from .vetting import ours
 
 _MIN_CAPACITY = 256
 # The tokens of so many rounds without a look-up are computed together, since each call

@@ -101,9 +101,5 @@ class PromptScores:
         """The entries of a row's prompt; ``None`` for its first token."""
         entries: list[TokenLogprobs | None] = [None]
         for scored in self._made[row]:
-            arrays: list[Any] = [scored.chosen, scored.top_ids, scored.top]
-            chosen, ids, tops = (array.tolist()[0] for array in arrays)
-            for logprob, likeliest, values in zip(chosen, ids, tops, strict=True):
-                pairs = list(zip(likeliest, values, strict=True))
-                entries.append(TokenLogprobs(logprob, pairs))
+            entries += scored.read([self._tops[row]])[0]
         return entries

@@ -53,23 +53,24 @@ class Logprobs:
             ids = mx.take_along_axis(ids, order, axis=-1)
         return cls(chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
-    def read(self, rows: Sequence[Request | None]) -> list[list[TokenLogprobs]]:
-        """For each row that asked, an entry for each position."""
+    def read(self, tops: Sequence[int | None]) -> list[list[TokenLogprobs]]:
+        """For each row an entry for each position.
+
+        Args:
+            tops: how many alternatives each row wants; ``None``: no entries either.
+        """
         arrays: list[Any] = [self.chosen, self.top_ids, self.top]
-        chosen, ids, top = (array.tolist() for array in arrays)
-        read: list[list[TokenLogprobs]] = []
-        for i, request in enumerate(rows):
-            params = IDLE if request is None else request.params
-            if not params.logprobs and not params.top_logprobs:
-                read.append([])
-                continue
-            entries = []
-            for j, logprob in enumerate(chosen[i]):
-                likeliest = zip(ids[i][j], top[i][j], strict=True)
+        each = zip(tops, *(array.tolist() for array in arrays), strict=True)
+        read = list[list[TokenLogprobs]]()
+        for top, *row in each:
+            read.append([])
+            for logprob, ids, values in (
+                zip(*row, strict=True) if top is not None else ()
+            ):
+                likeliest = zip(ids, values, strict=True)
                 # A token that bias or a processor forbids is not an alternative.
-                possible = [(t, p) for t, p in likeliest if p > -inf]
-                entries.append(TokenLogprobs(logprob, possible[: params.top_logprobs]))
-            read.append(entries)
+                possible = [(t, p) for t, p in likeliest if p > -inf][:top]
+                read[-1].append(TokenLogprobs(logprob, possible))
         return read
 
 

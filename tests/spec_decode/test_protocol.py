@@ -28,8 +28,8 @@ from specdec.spec_decode import (
     Proposals,
     Round,
 )
+from specdec.spec_decode.guard import vetted
 from specdec.spec_decode.ngram import NgramRows
-from specdec.spec_decode.vetting import vetted
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, exact
 from tests.spec_decode.repetitive import make_prompts
 

@@ -58,10 +58,6 @@ class AssistantConfig(HeadConfig):
         """It reads the target's last layer."""
         return replace(self, target_layers=(num_layers - 1,))
 
-    def make(self) -> DraftHead:
-        """An assistant."""
-        return AssistantHead(self)
-
 
 class QueryAttention(HeadAttention):
     """Attention that makes only queries."""
@@ -229,12 +225,7 @@ class AssistantHead(DraftHead):
 
 
 def assistant_config(published: Published) -> AssistantConfig:
-    """The configuration of an assistant.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of an assistant."""
     top = check_shape(
         published.config,
         {

@@ -68,10 +68,6 @@ class BlockConfig(HeadConfig):
         """The most tokens that it can propose in one block."""
         return self.block_size - (not self.from_anchor)
 
-    def make(self) -> DraftHead:
-        """A DFlash or DSpark head."""
-        return BlockHead(self)
-
 
 class BlockHead(DraftHead):
     """A DFlash or DSpark head."""
@@ -238,12 +234,7 @@ class BlockHead(DraftHead):
 
 
 def block_config(published: Published) -> BlockConfig:
-    """The configuration of a DFlash or DSpark head.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of a DFlash or DSpark head."""
     return BlockConfig(**block_values(published, published.sizes()))
 
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import UnsupportedModelError
 from ...utils.data_files import DataError, check_shape
 from ...utils.printable import quoted
-
-if TYPE_CHECKING:
-    from .head import DraftHead
 
 _NUMBER = (float, int)
 # Keys about the layers. Speculators' format has them in a part of its own.
@@ -171,10 +168,6 @@ class HeadConfig:
     def completed(self, num_layers: int) -> HeadConfig:
         """It, with what the number of the target's layers decides."""
         return self
-
-    def make(self) -> DraftHead:
-        """A head of this configuration with weights of any values, without a target."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from ...errors import UnsupportedModelError
 from ...utils.data_files import DataError
 from .block import BlockConfig, BlockHead, Walk, block_values
 from .config import Published
-from .head import DraftHead
 from .layers import HeadLayer
 
 # How far below its logit a token is that is no candidate: its probability is 0. Where a
@@ -47,10 +46,6 @@ class DFlash2Config(BlockConfig):
     group: int
     rank: int
     candidates: int
-
-    def make(self) -> DraftHead:
-        """A DFlash 2 head."""
-        return DFlash2Head(self)
 
 
 class BlockConvolution(nn.Module):
@@ -185,12 +180,7 @@ class DFlash2Head(BlockHead):
 
 
 def dflash2_config(published: Published) -> DFlash2Config:
-    """The configuration of a DFlash 2 head.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of a DFlash 2 head."""
     values = block_values(published, published.sizes())
     size, vocab_size = values["sizes"].hidden_size, values["vocab_size"]
     group: int = published.required("conv_group_size")

@@ -42,10 +42,6 @@ class EagleConfig(HeadConfig):
             return self
         return replace(self, target_layers=default_eagle_layers(num_layers))
 
-    def make(self) -> DraftHead:
-        """An EAGLE-3 head."""
-        return EagleHead(self)
-
 
 class EagleHead(DraftHead):
     """An EAGLE-3 or 3.1 head."""
@@ -124,12 +120,7 @@ class EagleHead(DraftHead):
 
 
 def eagle_config(published: Published) -> EagleConfig:
-    """The configuration of an EAGLE-3 head.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of an EAGLE-3 head."""
     return EagleConfig(**eagle_values(published))
 
 

@@ -17,7 +17,6 @@ import mlx.nn as nn
 from ...errors import UnsupportedModelError
 from .block import BlockConfig, BlockHead, block_values
 from .config import LayerSizes, Published
-from .head import DraftHead
 from .layers import MLP, HeadAttention, HeadLayer
 
 #: What Gemma's configurations call their activation.
@@ -121,10 +120,6 @@ class GemmaBlockConfig(BlockConfig):
 
     has_values: bool
 
-    def make(self) -> DraftHead:
-        """A DSpark head of Gemma layers."""
-        return GemmaBlockHead(self)
-
 
 class GemmaBlockHead(BlockHead):
     """A DSpark head of Gemma layers."""
@@ -135,12 +130,7 @@ class GemmaBlockHead(BlockHead):
 
 
 def gemma_block_config(published: Published) -> GemmaBlockConfig:
-    """The configuration of a DSpark head of Gemma layers.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of a DSpark head of Gemma layers."""
     sizes = gemma_sizes(published, "full_attention")
     values = block_values(published, sizes)
     if values["owns_embedding"]:  # a target's embedding has this factor already

@@ -8,18 +8,20 @@ from typing import Any
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.data_files import DataError
 from ...utils.printable import quoted
-from .assistant import assistant_config
-from .block import block_config
+from .assistant import AssistantConfig, AssistantHead, assistant_config
+from .block import BlockConfig, BlockHead, block_config
 from .config import HeadConfig, Published
-from .dflash2 import dflash2_config
-from .eagle import eagle_config
-from .gemma import gemma_block_config
+from .dflash2 import DFlash2Config, DFlash2Head, dflash2_config
+from .eagle import EagleConfig, EagleHead, eagle_config
+from .gemma import GemmaBlockConfig, GemmaBlockHead, gemma_block_config
+from .head import DraftHead
 from .muse import muse_config
-from .peagle import peagle_config
-from .qwen35 import qwen35_block_config
+from .peagle import PEagleConfig, PEagleHead, peagle_config
+from .qwen35 import Qwen35BlockConfig, Qwen35BlockHead, qwen35_block_config
 
 #: What reads the configuration of a kind, by ``speculators_model_type``, the first of
-#: ``architectures``, or ``model_type``.
+#: ``architectures``, or ``model_type``. It raises an UnsupportedModelError where a part
+#: is not supported, and a DataError where a value is missing or invalid.
 KINDS: dict[str, Callable[[Published], HeadConfig]] = {
     "DFlashDraftModel": block_config,
     "dflash": block_config,
@@ -43,6 +45,16 @@ KINDS: dict[str, Callable[[Published], HeadConfig]] = {
     "PEagleDraftModel": peagle_config,
     "PEagleSpeculator": peagle_config,
     "peagle": peagle_config,
+}
+#: The heads, by their configurations.
+HEADS: dict[type[HeadConfig], Callable[[Any], DraftHead]] = {
+    AssistantConfig: AssistantHead,
+    BlockConfig: BlockHead,
+    DFlash2Config: DFlash2Head,
+    EagleConfig: EagleHead,
+    GemmaBlockConfig: GemmaBlockHead,
+    PEagleConfig: PEagleHead,
+    Qwen35BlockConfig: Qwen35BlockHead,
 }
 # Words in the names of kinds that are not supported, and why not.
 _UNKNOWN = "what it computes could not be compared with a reference"

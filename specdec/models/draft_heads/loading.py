@@ -22,7 +22,7 @@ from ..trunk import TargetEnds
 from .block import BlockConfig
 from .config import HeadConfig
 from .head import DraftHead
-from .kinds import head_config, is_head, is_mtp
+from .kinds import HEADS, head_config, is_head, is_mtp
 from .mtp import open_mtp_folder
 from .weights import fill, rehearse
 
@@ -124,7 +124,7 @@ def make_head(config: HeadConfig) -> DraftHead:
             have.
     """
     try:
-        return config.make()
+        return HEADS[type(config)](config)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         scaling = config.sizes.rope_scaling
         raise UnsupportedModelError(

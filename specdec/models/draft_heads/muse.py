@@ -11,12 +11,7 @@ from .config import Published
 
 
 def muse_config(published: Published) -> BlockConfig:
-    """The configuration of a Muse assistant.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of a Muse assistant."""
     values = block_values(published, published.sizes())
     if published.value("is_causal", "causal") is None:
         values["causal"] = (False,) * len(values["windows"])

@@ -16,7 +16,6 @@ import mlx.core as mx
 
 from .config import Published
 from .eagle import EagleConfig, EagleHead, eagle_values
-from .head import DraftHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +23,6 @@ class PEagleConfig(EagleConfig):
     """A P-EAGLE head."""
 
     mask_token: int
-
-    def make(self) -> DraftHead:
-        """A P-EAGLE head."""
-        return PEagleHead(self)
 
 
 class PEagleHead(EagleHead):
@@ -62,12 +57,7 @@ class PEagleHead(EagleHead):
 
 
 def peagle_config(published: Published) -> PEagleConfig:
-    """The configuration of a P-EAGLE head.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of a P-EAGLE head."""
     mask = published.required("mask_token_id", "pard_token", "ptd_token_id")
     return PEagleConfig(
         **eagle_values(published) | {"kind": "P-EAGLE"}, mask_token=mask

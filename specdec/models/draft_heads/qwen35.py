@@ -11,16 +11,11 @@ import mlx.core as mx
 
 from .block import BlockConfig, BlockHead, block_values
 from .config import Published
-from .head import DraftHead
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35BlockConfig(BlockConfig):
     """A DSpark head of Qwen3.5 layers."""
-
-    def make(self) -> DraftHead:
-        """A DSpark head of Qwen3.5 layers."""
-        return Qwen35BlockHead(self)
 
 
 class Qwen35BlockHead(BlockHead):
@@ -42,12 +37,7 @@ class Qwen35BlockHead(BlockHead):
 
 
 def qwen35_block_config(published: Published) -> Qwen35BlockConfig:
-    """The configuration of a DSpark head of Qwen3.5 layers.
-
-    Raises:
-        UnsupportedModelError: it has a part that is not supported.
-        DataError: a value is missing or invalid.
-    """
+    """The configuration of a DSpark head of Qwen3.5 layers."""
     sizes = published.sizes()
     rope = published.layers.get("rope_parameters") or {}
     # Other heads for Qwen3.5 copied this number from the target, and rotate all.
