@@ -84,6 +84,8 @@ class _Pieces:
 class PiecewiseSwitchLinear(_Pieces, SwitchLinear):
     """Dense experts."""
 
+    plain = SwitchLinear
+
     def _compute(
         self, x: mx.array, indices: mx.array, sorted_indices: bool
     ) -> mx.array:
@@ -95,6 +97,8 @@ class PiecewiseSwitchLinear(_Pieces, SwitchLinear):
 
 class PiecewiseQuantizedSwitchLinear(_Pieces, QuantizedSwitchLinear):
     """Packed experts."""
+
+    plain = QuantizedSwitchLinear
 
     def __call__(
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False
@@ -126,6 +130,8 @@ class PiecewiseQuantizedSwitchLinear(_Pieces, QuantizedSwitchLinear):
 
 class UnsortedSwitchGLU(SwitchGLU):
     """An MLP of experts that does not sort pairs for a kernel that takes any order."""
+
+    plain = SwitchGLU
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         each = mx.expand_dims(x, (-2, -3))

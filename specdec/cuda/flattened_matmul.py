@@ -21,6 +21,8 @@ from .modules import change_kinds, leaves_of, modules_of
 class FlattenedLinear(nn.QuantizedLinear):
     """A quantized layer that takes x of any shape (..., D) as (N, D)."""
 
+    plain = nn.QuantizedLinear
+
     def __call__(self, x: mx.array) -> mx.array:
         if packed_matmul.computes(self, x):
             return packed_matmul.of_layer(self, x)[0]
@@ -38,6 +40,8 @@ class FlattenedLinear(nn.QuantizedLinear):
 
 class FlattenedEmbedding(nn.QuantizedEmbedding):
     """A quantized embedding whose product as an output layer is flattened."""
+
+    plain = nn.QuantizedEmbedding
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits (..., V) of x (..., D)."""

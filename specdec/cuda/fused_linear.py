@@ -22,15 +22,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from . import packed_matmul, skinny_matmul
 from .attention_patch import usual_calls
-from .expert_matmul import (
-    PiecewiseQuantizedSwitchLinear,
-    PiecewiseSwitchLinear,
-    UnsortedSwitchGLU,
-)
 from .flattened_matmul import FlattenedEmbedding, FlattenedLinear
 from .modules import as_kind, leaves_of, modules_of
 from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
@@ -155,6 +149,8 @@ class _Joined:
 class JoinedLinear(_Joined, nn.Linear):
     """A linear layer that shares its product with others of the same input."""
 
+    plain = nn.Linear
+
 
 class JoinedFlattened(_Joined, FlattenedLinear):
     """A packed, flattened layer that shares its product with others."""
@@ -174,18 +170,6 @@ _JOINED: dict[type, Any] = {
     nn.Linear: JoinedLinear,
     FlattenedLinear: JoinedFlattened,
     SkinnyLinear: JoinedSkinny,
-}
-_PLAIN: dict[type, Any] = {
-    JoinedLinear: nn.Linear,
-    JoinedFlattened: nn.QuantizedLinear,
-    JoinedSkinny: nn.Linear,
-    FlattenedLinear: nn.QuantizedLinear,
-    FlattenedEmbedding: nn.QuantizedEmbedding,
-    SkinnyLinear: nn.Linear,
-    SkinnyEmbedding: nn.Embedding,
-    PiecewiseSwitchLinear: SwitchLinear,
-    PiecewiseQuantizedSwitchLinear: QuantizedSwitchLinear,
-    UnsortedSwitchGLU: SwitchGLU,
 }
 
 
@@ -243,7 +227,7 @@ def separated(model: nn.Module) -> nn.Module:
     twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     usual_calls(twin)
     for path, layer in modules_of(twin):
-        kind = _PLAIN.get(type(layer)) or getattr(type(layer), "plain", None)
+        kind = getattr(type(layer), "plain", None)
         if kind is not None:
             alone = as_kind(layer, kind)
             for name in ("_product", "_index"):

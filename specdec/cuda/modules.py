@@ -1,4 +1,7 @@
-"""MLX's modules without their parts, and the same modules as another class."""
+"""MLX's modules without their parts, and the same modules as another class.
+
+A class of ours names the class of MLX or mlx-lm that it stands for as its ``plain``.
+"""
 
 from __future__ import annotations
 

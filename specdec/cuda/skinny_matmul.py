@@ -308,6 +308,8 @@ class SkinnyLinear(nn.Linear):
     While it trains, MLX's product is used, which has a gradient.
     """
 
+    plain = nn.Linear
+
     def __call__(self, x: mx.array) -> mx.array:
         weight, bias = self["weight"], self.get("bias")
         if self.training or not takes(x, weight, bias):
@@ -326,6 +328,8 @@ class SkinnyLinear(nn.Linear):
 
 class SkinnyEmbedding(nn.Embedding):
     """An embedding that, as an output layer, computes few rows by the kernel."""
+
+    plain = nn.Embedding
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits (..., V) of x (..., D)."""

@@ -11,12 +11,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..cuda.expert_matmul import PiecewiseQuantizedSwitchLinear
-from ..cuda.flattened_matmul import FlattenedEmbedding, FlattenedLinear
-from ..cuda.fused_linear import JoinedFlattened
 from ..cuda.modules import leaves_of
 from ..errors import ConfigError, UnsupportedModelError
-from ..metal.few_rows import FewRowsEmbedding, FewRowsLinear
 from .layers import arrays_of
 
 DTYPES = {
@@ -30,12 +26,6 @@ _FLOAT_LAYERS: dict[type, type] = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
-    PiecewiseQuantizedSwitchLinear: SwitchLinear,
-    FlattenedLinear: nn.Linear,
-    JoinedFlattened: nn.Linear,
-    FlattenedEmbedding: nn.Embedding,
-    FewRowsLinear: nn.Linear,
-    FewRowsEmbedding: nn.Embedding,
 }
 
 
@@ -156,7 +146,7 @@ def _dequantized(layer: Any, dtype: mx.Dtype, *, lazy: bool) -> Any:
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
     """
-    kind: Any = _FLOAT_LAYERS.get(type(layer))
+    kind: Any = _FLOAT_LAYERS.get(getattr(type(layer), "plain", type(layer)))
     if kind is None:
         raise UnsupportedModelError(
             f"a quantized layer of type {type(layer).__name__} cannot be "
