@@ -182,19 +182,6 @@ class TestReading:
 
 
 class TestPadding:
-    def test_lengths_over_several_chunks(self) -> None:
-        cache = BatchKVCache(3)
-        cache.prepare(lengths=[7, 2, 4], right_padding=[0, 5, 3])
-        write(cache, 3)
-        assert cache.offset.tolist() == [3, 2, 3]
-        write(cache, 3)
-        assert cache.offset.tolist() == [6, 2, 4]
-        write(cache, 1)
-        cache.finalize()
-        assert cache.offset.tolist() == [7, 2, 4]
-        write(cache, 1)
-        assert cache.offset.tolist() == [8, 3, 5]
-
     def test_right_padding_alone(self) -> None:
         cache = BatchKVCache(2)
         cache.prepare(right_padding=[0, 2])

@@ -229,23 +229,6 @@ class TestExchange:
         near = range(max(keep, length + 1 - (8 - keep)), length + 1)
         assert sorted(seen) == [*range(min(keep, length)), *near]
 
-    @pytest.mark.parametrize("length", [3, 8, 9, 40])
-    def test_chunked(self, length: int) -> None:
-        cache = BatchChunkedKVCache(1, chunk_size=8, max_write=4)
-        for position in range(length):
-            write(cache, 1, position)
-        single = cache.extract(0)
-        assert type(single) is mlx_lm_cache.ChunkedKVCache
-        held = list(range(max(0, length - 8), length))
-        assert (single.offset, single.start_position) == (length, held[0])
-        assert np.array(single.keys)[0, 0, :, 0].tolist() == held
-        merged = BatchChunkedKVCache.merge([single, single])
-        keys, _ = write(merged, 1, length)
-        merged.trim(1)
-        mask: Any = merged.make_mask(1, return_array=True)
-        seen = np.array(keys)[0, 0, np.array(mask)[0, 0, 0], 0]
-        assert sorted(seen) == list(range(length // 8 * 8, length + 1))
-
 
 @pytest.mark.parametrize(
     ("settings", "message"),
