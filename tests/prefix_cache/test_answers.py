@@ -17,7 +17,7 @@ from specdec.backend import BackendDefaults
 from specdec.cache import recurrent
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
-from specdec.prefix_cache import session, snapshot
+from specdec.prefix_cache import entries, session, snapshot
 from specdec.prefix_cache.store import PrefixStore
 from specdec.request import Request
 from specdec.spec_decode import Drafter, DraftModel, NgramDrafter
@@ -435,7 +435,12 @@ def test_two_clients_with_one_answer(length: int, tmp_path: Path) -> None:
 
 
 def clients_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(session, "answered", lambda root, client: root)
+    right = entries.apart
+
+    def wrong(signature: str, kind: Any, name: str | None) -> str:
+        return signature if kind == "client" else right(signature, kind, name)
+
+    patch.setattr(session, "apart", wrong)
 
 
 def test_another_clients_answer_shows(
