@@ -146,7 +146,7 @@ class Log(NamedTuple):
     gates: mx.array
 
 
-class Found(NamedTuple):
+class Results(NamedTuple):
     """The results of a call.
 
     Args:
@@ -190,7 +190,7 @@ def scan(
     state: mx.array,
     kept: mx.array | None = None,
     lengths: mx.array | None = None,
-) -> Found:
+) -> Results:
     """Process the tokens of every row, after those kept of the previous call.
 
     Args:
@@ -248,7 +248,7 @@ def scan(
         output_dtypes=dtypes,
     )
     y, joined, gates, after = outputs[:4]
-    return Found(y, outputs[4] if again else state, after, Log(joined, gates))
+    return Results(y, outputs[4] if again else state, after, Log(joined, gates))
 
 
 def again(
@@ -275,7 +275,7 @@ def reference(
     lengths: mx.array | None = None,
     *,
     rule: Callable[..., tuple[mx.array, mx.array]] = gated_delta.gated_delta_ops,
-) -> Found:
+) -> Results:
     """Compute what :func:`scan` computes, by mlx-lm's operations.
 
     Args:
@@ -307,7 +307,7 @@ def reference(
     if valid is not None:
         y = mx.where(valid[..., None], y, 0)
     gates = mx.stack([decay, beta.astype(mx.float32)], axis=-1)
-    return Found(y, state, after, Log(joined, gates))
+    return Results(y, state, after, Log(joined, gates))
 
 
 def _in_order(form: Form, inputs: Inputs) -> list[mx.array]:
@@ -470,13 +470,13 @@ def _agrees(form: Form) -> bool:
 proven = Proofs("gated delta", _agrees, attrgetter("known"))
 
 
-def alike(form: Form, found: Found, wanted: Found, *, log: bool = True) -> bool:
+def alike(form: Form, results: Results, expected: Results, *, log: bool = True) -> bool:
     """Whether two results differ by no more than their numbers' rounding.
 
     Args:
         log: compare what repeating the call needs, too.
     """
     most = 1e-4 if form.dtype == mx.float32 else 0.03
-    logs = [(*each.log,) if log else () for each in (found, wanted)]
-    both = zip((*found[:3], *logs[0]), (*wanted[:3], *logs[1]), strict=True)
+    logs = [(*each.log,) if log else () for each in (results, expected)]
+    both = zip((*results[:3], *logs[0]), (*expected[:3], *logs[1]), strict=True)
     return all(close(one, other, most) for one, other in both)

@@ -55,8 +55,8 @@ def translated(code: str) -> str:
     code = re.sub(r"//.*", "", code)
     shared = {
         re.match(r"\w+", each.strip())[0]  # type: ignore[index]
-        for found in _SHARED.finditer(code)
-        for each in found[2].split(",")
+        for match in _SHARED.finditer(code)
+        for each in match[2].split(",")
     }
     code = _SHARED.sub(_declared, code)
     code = _LAMBDA.sub(_macro, code)
@@ -65,13 +65,13 @@ def translated(code: str) -> str:
         of_group = any(re.search(rf"\b{name}\b", text) for name in shared)
         return "threadgroup" if of_group else "device"
 
-    def pointer(found: re.Match[str]) -> str:
-        kind, name, equals, value = found.groups()
+    def pointer(match: re.Match[str]) -> str:
+        kind, name, equals, value = match.groups()
         return f"{_spaced(kind, space(value))}* {name}{equals}{value};"
 
-    def cast(found: re.Match[str]) -> str:
-        given = code[found.end() : code.index(";", found.end())]
-        return f"reinterpret_cast<{_spaced(found[1], space(given))}*>("
+    def cast(match: re.Match[str]) -> str:
+        value = code[match.end() : code.index(";", match.end())]
+        return f"reinterpret_cast<{_spaced(match[1], space(value))}*>("
 
     code = _POINTER.sub(pointer, code)
     return _renamed(_CAST.sub(cast, code))
@@ -88,15 +88,15 @@ def _spaced(kind: str, space: str) -> str:
     return f"{const}{space} {kind.removeprefix('const ')}"
 
 
-def _declared(found: re.Match[str]) -> str:
+def _declared(match: re.Match[str]) -> str:
     """Arrays of a threadgroup, each in a statement of its own."""
-    kind, names = found.groups()
+    kind, names = match.groups()
     return "\n".join(f"threadgroup {kind} {each.strip()};" for each in names.split(","))
 
 
-def _macro(found: re.Match[str]) -> str:
+def _macro(match: re.Match[str]) -> str:
     """A function within a function as a macro; its arguments are names or values."""
-    name, parameters, body = found.groups()
+    name, parameters, body = match.groups()
     names = [each.split()[-1].lstrip("*&") for each in parameters.split(",")]
     statements = [each.strip() for each in body.strip().split(";") if each.strip()]
     if statements[-1].startswith("return "):

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_kernel
 
 from ..cuda import gated_delta
-from ..cuda.gated_delta import Form, Found, Inputs, reference, scan
+from ..cuda.gated_delta import Form, Inputs, Results, reference, scan
 from ..utils.child import serve
 from . import attention
 from .few_rows import Kind, faults, product
@@ -83,7 +83,7 @@ def try_form(request: dict[str, Any]) -> dict[str, Any]:
     fault = ""
     if request["ours"] and not gated_delta._agrees(form):
         fault = "results differ from mlx-lm's"
-    hows: dict[str, Callable[..., Found]] = {
+    hows: dict[str, Callable[..., Results]] = {
         "mlx": partial(reference, rule=gated_delta_kernel)
     }
     if request["ours"] and not fault:
@@ -142,7 +142,7 @@ def _attended(
     return time.perf_counter() - begin
 
 
-def _layers(form: Form, drawn: Any, tokens: int, how: Callable[..., Found]) -> float:
+def _layers(form: Form, drawn: Any, tokens: int, how: Callable[..., Results]) -> float:
     """The seconds of a chain of layers, each of which waits for the one before."""
     weights, inputs, past, after = drawn
     begin = time.perf_counter()

@@ -378,7 +378,7 @@ class _Scan(_Call):
         self._kernel = gated_delta.form_of(layer)
         self._log: gated_delta.Log | None = None
 
-    def _how(self, lengths: Sequence[int]) -> Callable[..., gated_delta.Found] | None:
+    def _how(self, lengths: Sequence[int]) -> Callable[..., gated_delta.Results] | None:
         """What computes these lengths; ``None``: mlx-lm's layer."""
         tokens = max(lengths, default=0)
         if self._states.blank[1][1] != mx.float32:
@@ -435,7 +435,7 @@ class _Scan(_Call):
 
     def _scanned(
         self,
-        how: Callable[..., gated_delta.Found],
+        how: Callable[..., gated_delta.Results],
         past: mx.array | gated_delta.Log,
         state: mx.array,
         kept: mx.array | None,
@@ -533,9 +533,9 @@ def _recurrent(kind: type) -> type:
     return type(kind.__name__, (kind,), also)
 
 
-def _cache_of(given: Any) -> BatchRecurrentCache | None:
+def _cache_of(argument: Any) -> BatchRecurrentCache | None:
     """The cache of states in a layer's ``cache`` argument; ``None``: there is none."""
-    members = given.caches if isinstance(given, BatchCacheList) else [given]
+    members = argument.caches if isinstance(argument, BatchCacheList) else [argument]
     return next((c for c in members if isinstance(c, BatchRecurrentCache)), None)
 
 

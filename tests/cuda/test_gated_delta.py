@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.gated_delta import compute_g, gated_delta_update
 
 from specdec.cuda import gated_delta, gated_delta_source, kernels
-from specdec.cuda.gated_delta import Form, Found, Inputs, Log
+from specdec.cuda.gated_delta import Form, Inputs, Log, Results
 from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
 from tests.models.test_chunked_delta import loop
 
@@ -53,7 +53,7 @@ def agrees(form: Form, rounds: Rounds) -> bool:
     before, kept = [state] * 2, None
     for i, (tokens, keeps) in enumerate((*rounds, (2, rounds[0][1]))):
         inputs = gated_delta.drawn(form, rows, tokens, seed=i)[1]
-        found: list[Found] = [
+        found: list[Results] = [
             how(form, weights, inputs, past[n], before[n], kept)
             for n, how in enumerate((gated_delta.scan, gated_delta.reference))
         ]

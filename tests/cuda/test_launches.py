@@ -194,7 +194,7 @@ def scanned_at_once(
     state: mx.array,
     kept: Any = None,
     lengths: Any = None,
-) -> gated_delta.Found:
+) -> gated_delta.Results:
     """In the place of a kernel, one operation that takes all its inputs."""
     rows, tokens = inputs.x.shape[:2]
     taped = [past] if kept is None else [*past, kept.view(mx.float32)]
@@ -209,7 +209,7 @@ def scanned_at_once(
         some(rows, tokens, form.value_heads, 2),
     )
     y = some(rows, tokens, form.value_heads * form.value_size)
-    return gated_delta.Found(y, some(*state.shape), some(*state.shape), log)
+    return gated_delta.Results(y, some(*state.shape), some(*state.shape), log)
 
 
 def test_a_verification_of_gated_delta_layers_launches_what_a_step_does(

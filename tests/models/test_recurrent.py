@@ -135,7 +135,7 @@ def left_to_the_kernel(
         state: Any,
         kept: Any = None,
         lengths: Any = None,
-    ) -> gated_delta.Found:
+    ) -> gated_delta.Results:
         calls.append(kept is not None)
         given = {"past": past, "state": state, "kept": kept}
         if kept is not None:

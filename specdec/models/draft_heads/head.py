@@ -67,9 +67,9 @@ class DraftHead(nn.Module):
                 shape (draft_vocab_size,): ``d2t``.
             vocab_size: V, the target's number of logits.
         """
-        own = mx.arange(offsets.shape[0], dtype=mx.int32)
+        ids = mx.arange(offsets.shape[0], dtype=mx.int32)
         places = mx.full((vocab_size,), offsets.shape[0], mx.int32)
-        places[own + offsets.astype(mx.int32)] = own
+        places[ids + offsets.astype(mx.int32)] = ids
         self._places = places
 
     @property

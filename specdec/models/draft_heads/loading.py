@@ -72,13 +72,13 @@ def read_head_config(folder: Path) -> dict[str, Any] | None:
 
 def canonical(names: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Arrays under the names that the classes of heads use."""
-    found = {}
+    renamed = {}
     for name, array in names.items():
         for pattern, instead in _RENAMED:
             name = pattern.sub(instead, name)
         if not _LEFT_OUT.match(name):
-            found[name] = array
-    return found
+            renamed[name] = array
+    return renamed
 
 
 def open_head(
@@ -175,8 +175,8 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A block of drafted tokens is no context.
     """
-    given = config.get("transformer_layer_config")
-    layers = given if isinstance(given, Mapping) else {}
+    layers = config.get("transformer_layer_config")
+    layers = layers if isinstance(layers, Mapping) else {}
     return {k: v for k, v in {**config, **layers}.items() if k != "block_size"}
 
 
@@ -265,7 +265,7 @@ def _take_offsets(head: DraftHead, offsets: mx.array | None, source: str) -> Non
         )
     # In Python, sums of the largest offsets do not wrap around.
     listed: Any = offsets.tolist()
-    tokens = [own + offset for own, offset in enumerate(listed)]
+    tokens = [token + offset for token, offset in enumerate(listed)]
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise ModelError(
             f"{source}: its d2t names tokens beyond the {vocab_size} of the target: "
