@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,10 +205,8 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (text,) = (t for t in texts if old in getattr(expert_block, t))
     plant(monkeypatch, expert_block, text, old, new)
     part = packed_matmul.Form(mx.bfloat16, 4, 32, False, True)
-    try:
+    with suppress(KernelFault):
         assert not expert_block._agrees(Form(part, part, 40, USED, True, True))
-    except KernelFault:
-        return
 
 
 @needs_compiler

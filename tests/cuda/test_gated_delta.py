@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import mlx.core as mx
@@ -198,10 +199,8 @@ def test_faults_with_padding_are_found(
 ) -> None:
     """By what proves the kernel before it is used, too."""
     plant(monkeypatch, gated_delta_source, *PADDED[name])
-    try:
+    with suppress(KernelFault):
         assert not gated_delta._agrees(PLAIN)
-    except KernelFault:
-        return
 
 
 FAULTS = {
@@ -232,11 +231,9 @@ def test_faults_of_the_kernel_are_found(
     began = gated_delta.reference(PLAIN, weights, first, window, state)
     given = PLAIN, weights, second, began.log, state, kept
     plant(monkeypatch, gated_delta_source, *FAULTS[name])
-    try:
+    with suppress(KernelFault):
         found = gated_delta.scan(*given)
-    except KernelFault:
-        return
-    assert not gated_delta.alike(PLAIN, found, gated_delta.reference(*given))
+        assert not gated_delta.alike(PLAIN, found, gated_delta.reference(*given))
 
 
 def test_the_reference_is_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:

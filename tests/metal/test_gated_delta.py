@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import mlx.core as mx
 import pytest
@@ -55,19 +56,15 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it() -> None:
 )
 def test_planted_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, gated_delta_source, *FAULTS[name])
-    try:
+    with suppress(KernelFault):
         assert not gated_delta._agrees(PLAIN)
-    except KernelFault:
-        return
 
 
 @needs_compiler
 def test_a_planted_fault_with_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, gated_delta_source, *PADDED["another row's length"])
-    try:
+    with suppress(KernelFault):
         assert not gated_delta._agrees(PLAIN)
-    except KernelFault:
-        return
 
 
 def test_translation() -> None:
