@@ -88,6 +88,12 @@ def command_of_run(change: Change) -> str:
 @options.memory_limit(
     help="Memory to fit into, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
+@options.positive(
+    "--image-tokens",
+    low=0,
+    default=0,
+    help="Tokens of the largest image of a prompt, for targets that see.",
+)
 @click.option(
     "--device",
     type=click.Choice(["cuda", "metal", "cpu"]),
@@ -106,6 +112,7 @@ def estimate(
     context: int | None,
     temp: float,
     memory_limit: int | None,
+    image_tokens: int,
     device: str | None,
     memory: int | None,
     as_json: bool,
@@ -171,6 +178,7 @@ def estimate(
         command=command_of_run,
         params=SamplingParams(temperature=temp, **(filters if temp > 0 else {})),
         context_length=longest,
+        image_tokens=image_tokens,
     )
     show(json_text(result.as_dict(), indent=2) if as_json else result.table())
     assumed = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import MemoryLimitError
 from ..memory import MemoryPlan, RowNeeds
+from ..prompts.images import PlacedImage
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..utils.sizes import format_size
@@ -48,13 +49,18 @@ class Preflight:
             f"models of fewer bits, {way}or raise --memory-limit"
         )
 
-    def check(self, prompt_tokens: int, params: SamplingParams) -> None:
+    def check(
+        self,
+        prompt_tokens: int,
+        params: SamplingParams,
+        images: Sequence[PlacedImage] = (),
+    ) -> None:
         """Refuse a request that does not fit even alone.
 
         Raises:
             MemoryLimitError: it does not fit; the message has the numbers.
         """
-        row = RowNeeds(prompt_tokens, params)
+        row = RowNeeds(prompt_tokens, params, _largest(images))
         needed = self.plan.peak([row])
         if needed <= self.limit:
             return
@@ -84,5 +90,12 @@ class Preflight:
 def _needs_of(request: Request) -> RowNeeds:
     """The memory that a request needs; cached, as every join of rows asks for it."""
     if not isinstance(request.needs, RowNeeds):
-        request.needs = RowNeeds(len(request.prompt_tokens), request.params)
+        request.needs = RowNeeds(
+            len(request.prompt_tokens), request.params, _largest(request.images)
+        )
     return request.needs
+
+
+def _largest(images: Sequence[PlacedImage]) -> int:
+    """Tokens of the largest image."""
+    return max((len(image.places) for image in images), default=0)

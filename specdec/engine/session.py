@@ -72,7 +72,7 @@ class Bounds:
                 )
         params = self._cut(prompt, params)
         if self.preflight is not None:
-            self.preflight.check(len(prompt.token_ids), params)
+            self.preflight.check(len(prompt.token_ids), params, prompt.images)
         return params
 
     def grammar(self, params: SamplingParams) -> GrammarState | None:

@@ -58,6 +58,7 @@ class Estimate:
         params: how the rows choose their tokens.
         context_length: positions that the target can serve; ``None``: unknown.
         kv_bits: bits of keys and values; ``None``: not quantized.
+        image_tokens: tokens of the largest image.
     """
 
     plan: MemoryPlan
@@ -69,12 +70,13 @@ class Estimate:
     params: SamplingParams = field(default_factory=SamplingParams)
     context_length: int | None = None
     kv_bits: int | None = None
+    image_tokens: int = 0
 
     def _rows(self, batch: int, context: int) -> list[RowNeeds]:
         # At least one token is generated.
         prompt = max(1, context - 1)
         params = replace(self.params, max_tokens=max(1, context - prompt))
-        return [RowNeeds(prompt, params)] * batch
+        return [RowNeeds(prompt, params, min(self.image_tokens, prompt))] * batch
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:

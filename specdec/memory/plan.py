@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..backend import LOOKAHEAD, SCORED_BYTES, BackendDefaults
 from ..cache.capacity import (
@@ -18,6 +19,9 @@ from ..cuda.packed_matmul import TIMED_ROWS
 from ..sampling_params import SamplingParams
 from .formulas import logits_bytes
 from .rows import RowNeeds, choosing_bytes
+
+if TYPE_CHECKING:
+    from ..models.vision import TowerMemory
 
 # A search for the largest context ends here, beyond any model's positions.
 MAX_CONTEXT = 1 << 22
@@ -219,8 +223,7 @@ class MemoryPlan:
         prefix_bytes: bytes of prefixes that are kept in memory besides the rows.
         lookup_bytes: bytes of the tokens that n-grams are looked up in, and of the
             look-up.
-        image_bytes: bytes of the tower that embeds images, and of the embeddings that
-            are kept.
+        tower: embeds images; ``None``: the target takes none.
     """
 
     target: ModelGeometry
@@ -232,7 +235,7 @@ class MemoryPlan:
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
     lookup_bytes: int = 0
-    image_bytes: int = 0
+    tower: TowerMemory | None = None
 
     # -- the moments -------------------------------------------------------
 
@@ -272,7 +275,7 @@ class MemoryPlan:
             # In float32, a slice's logits, and what Logprobs.of makes of them.
             chunk = logits_bytes(scored, width - 1, self.target.vocab_size, 4)
             parts["logits"] = SCORE_COPIES * min(chunk, SCORED_SLICES * SCORED_BYTES)
-        return self._moment("prefill", parts | self._others)
+        return self._moment("prefill", parts | self._others(rows))
 
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
         """A round in which every row is as long as it can become."""
@@ -305,7 +308,7 @@ class MemoryPlan:
             parts["rollback inputs"] = inputs
         if flying := copies + self._ahead * (parts["activations"] + parts["logits"]):
             parts["rounds in flight"] = flying
-        return self._moment("decoding", parts | self._others)
+        return self._moment("decoding", parts | self._others(rows))
 
     def _calibration(self, num_rows: int) -> Moment:
         """Measuring costs before the first round, at ``num_rows`` rows."""
@@ -382,13 +385,16 @@ class MemoryPlan:
         weights = {f"{n} weights": m.weight_bytes for n, m in self._models.items()}
         return Moment(name, weights | parts)
 
-    @property
-    def _others(self) -> dict[str, int]:
+    def _others(self, rows: Sequence[RowNeeds]) -> dict[str, int]:
         """What is held besides the models from the first prompt on."""
+        images = 0
+        if self.tower is not None:  # one image at a time, while other rows decode
+            largest = max((row.image_tokens for row in rows), default=0)
+            images = self.tower.held_bytes + self.tower.peak(largest)
         others = {
             "n-gram lookup": self.lookup_bytes,
             "prefix cache": self.prefix_bytes,
-            "images": self.image_bytes,
+            "images": images,
         }
         return {name: size for name, size in others.items() if size}
 

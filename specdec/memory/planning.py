@@ -35,7 +35,7 @@ from ..models.loaded import Described, setting
 from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from ..models.runner import cache_options
-from ..models.vision import image_bytes
+from ..models.vision import tower_memory
 from .plan import CacheGeometry, MemoryPlan, ModelGeometry
 
 # Copies of what a recurrent layer holds for a token, in a scan that goes token by
@@ -105,7 +105,7 @@ def plan_memory(
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,
         lookup_bytes=lookup_bytes if k else 0,
-        image_bytes=image_bytes(target),
+        tower=tower_memory(target, fuses=backend.name != "cpu"),
     )
 
 

@@ -45,10 +45,12 @@ class RowNeeds:
     Args:
         prompt_tokens: tokens of its prompt.
         params: its parameters, of which the default chooses the largest logit.
+        image_tokens: tokens of its largest image.
     """
 
     prompt_tokens: int
     params: SamplingParams
+    image_tokens: int = 0
 
     @property
     def context(self) -> int:

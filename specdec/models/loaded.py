@@ -63,6 +63,9 @@ class Described(Protocol):
     @property
     def loading_bytes(self) -> int: ...
 
+    @property
+    def folder(self) -> Path | None: ...
+
 
 # Names of the number of positions, in the order in which they count. GPT-2's and
 # GPTBigCode's is the size of a table of positions; nobody reads past it.

@@ -79,6 +79,11 @@ class ModelOutline:
     loading_bytes: int
     tokens: Path
 
+    @property
+    def folder(self) -> Path | None:
+        """The model's folder, if it has one."""
+        return self.tokens if self.tokens.is_dir() else None
+
 
 def outline(
     source: str | os.PathLike[str],

@@ -381,21 +381,81 @@ def image_encoder(target: LoadedModel) -> ImageEncoder | None:
     return ImageEncoder(target.folder, config, target.name)
 
 
-def image_bytes(target: Described) -> int:
-    """Bytes of a target's tower and of the embeddings that are kept; 0: it has none.
+@dataclass(frozen=True)
+class TowerMemory:
+    """Bytes of a target's tower.
 
-    Activations of the tower are not counted.
+    Args:
+        held_bytes: its weights, and the embeddings that are kept.
+        patches: patches of one embedding, or of each image of a fixed size.
+        fixed: whether all images have one size.
+        patch_bytes: what a patch takes while one layer is computed.
+        pair_bytes: what two patches take, where attention makes a matrix of them.
     """
-    folder = getattr(target, "folder", None)
-    if folder is None or target.config.get("model_type") not in _FAMILIES:
-        return 0
-    if not isinstance(target.config.get("vision_config"), Mapping):
-        return 0
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        stored: Any = mx.load(str(file))  # lazy: only the header is read
-        total += sum(a.nbytes for key, a in stored.items() if _TOWER_KEY.search(key))
-    return total + _KEPT_BYTES if total else 0
+
+    held_bytes: int
+    patches: int
+    fixed: bool
+    patch_bytes: int
+    pair_bytes: int
+
+    def peak(self, tokens: int) -> int:
+        """The most bytes, besides the held ones, for an image of so many tokens."""
+        n = self.patches if self.fixed else tokens * self.patches
+        return n * (self.patch_bytes + n * self.pair_bytes) if tokens else 0
+
+
+def tower_memory(target: Described, *, fuses: bool) -> TowerMemory | None:
+    """What the tower of a target takes; ``None``: it has none.
+
+    Args:
+        fuses: whether attention makes no matrix of all pairs of tokens.
+    """
+    config, folder = target.config, target.folder
+    vision = config.get("vision_config")
+    if config.get("model_type") not in _FAMILIES or not isinstance(vision, Mapping):
+        return None
+    if folder is None:
+        return None
+    weights = [
+        array
+        for file in folder.glob("*.safetensors")
+        for key, array in _lazy(file).items()
+        if _TOWER_KEY.search(key)
+    ]
+    if not weights:
+        return None
+
+    def size(*names: str, default: int = 1) -> int:
+        found = (each.get(name) for each in (vision, config) for name in names)
+        return next((n for n in found if isinstance(n, int) and n > 0), default)
+
+    itemsize = max(a.itemsize for a in weights if mx.issubdtype(a.dtype, mx.floating))
+    patch = size("model_patch_size", "patch_size", default=16)
+    # Hidden states and the MLP's, pixels in float32 and cast, and one row of a table
+    # of positions, as one-hot codes of two axes.
+    columns = 8 * size("hidden_size", "mm_embed_dim", default=1280)
+    columns += 8 * size("intermediate_size", default=5120)
+    columns += 6 * patch**2 * size("temporal_patch_size")
+    columns += 2 * size("position_embedding_size", "mm_posemb_size")
+    heads = size("num_heads", "num_attention_heads", default=16)
+    fixed = _FAMILIES[config["model_type"]].sees == "all"
+    side = size("image_size") // patch
+    merged = "spatial_merge_size", "downsample_factor", "pooling_kernel_size"
+    masked = config["model_type"] in ("mistral3", "pixtral")
+    return TowerMemory(
+        held_bytes=sum(a.nbytes for a in weights) + _KEPT_BYTES,
+        patches=(side if fixed else size(*merged)) ** 2,
+        fixed=fixed,
+        patch_bytes=columns * itemsize,
+        pair_bytes=itemsize * ((0 if fuses else 2 * heads) + masked),
+    )
+
+
+def _lazy(file: Path) -> dict[str, mx.array]:
+    """A file's arrays, of which only the header is read."""
+    arrays: Any = mx.load(str(file))
+    return dict(arrays)
 
 
 def no_images(target: LoadedModel) -> str:

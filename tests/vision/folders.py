@@ -248,12 +248,17 @@ _PREPROCESSORS = {
 }  # fmt: skip
 
 
-def write_vision_folder(path: Path, family: str, seed: int = 0) -> Any:
-    """Write a random model of a family; return mlx-vlm's model of it."""
+def write_vision_folder(path: Path, family: str, seed: int = 0, **tower: int) -> Any:
+    """Write a random model of a family; return mlx-vlm's model of it.
+
+    Args:
+        tower: sizes of the tower, if not the usual ones.
+    """
     path.mkdir(parents=True, exist_ok=True)
     special, config = FAMILIES[family]
     tokenizer = _tokenizer(special)
     config = {"model_type": family} | json.loads(json.dumps(config))
+    config["vision_config"] |= tower
     at = special[special is _GEMMA_IMAGES]
     config["image_token_index"] = tokenizer.convert_tokens_to_ids(at)
     config["image_token_id"] = config["image_token_index"]

@@ -89,3 +89,14 @@ def test_the_tower_is_in_the_plan(folder: Path) -> None:
     )
     assert shown.exit_code != 0
     assert "memory" in shown.stderr
+
+
+def test_estimate_counts_towers(folder: Path) -> None:
+    """Only a run that has loaded the model knows of its tower."""
+    target = ("--target", str(folder / "model"), "--json", "--context", "100")
+    sizes = [
+        json.loads(CliRunner().invoke(main, ["estimate", *target, *more]).stdout)
+        for more in ([], ["--image-tokens", "50"])
+    ]
+    small, large = (size["moments"]["prefill"]["images"] for size in sizes)
+    assert 0 < small < large

@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ import pytest
 from transformers import AutoProcessor
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
-from specdec.errors import PromptError
+from specdec.errors import MemoryLimitError, PromptError
+from specdec.memory import RowNeeds
 from specdec.models import image_rows, vision
+from specdec.models.layers import arrays_of
 from specdec.models.loading import load
 from specdec.prompts.images import Image
 from tests.models.architectures import Guesses
@@ -602,3 +605,40 @@ def test_what_waits_for_the_tower_is_bounded(
     results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma4_unified"])
+def test_the_plan_bounds_what_a_tower_takes(family: str, tmp_path: Path) -> None:
+    """A prompt with an image passes the memory limit while the tower runs."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024}
+    if "head_dim" in FAMILIES[family][1]["vision_config"]:
+        wide["head_dim"] = wide["global_head_dim"] = 128
+    write_vision_folder(tmp_path / "wide", family, **wide)
+    target = load(str(tmp_path / "wide"))
+    encoder = vision.image_encoder(target)
+    plan = vision.tower_memory(target, fuses=False)
+    assert encoder is not None
+    assert plan is not None
+    weights = arrays_of(encoder._loaded_tower())
+    assert sum(array.nbytes for _, array in weights) <= plan.held_bytes
+    for image in (WIDE, SQUARE):
+        tokens = encoder.count_of(image)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        encoder.embeddings_of(image)
+        assert mx.get_peak_memory() - before <= plan.peak(tokens)
+
+
+def test_an_image_that_passes_the_limit_is_refused(
+    folders: Callable[[str], Any],
+) -> None:
+    """The plan of a request does not count its image."""
+    decoder = decoder_of(folders("qwen3_vl")[0], batch_size=1, num_draft_tokens=0)
+    preflight, image = decoder._preflight, decoder._encode(said(WIDE, "a")).images
+    assert preflight is not None
+    params = SamplingParams(max_tokens=1)
+    exact = preflight.plan.peak([RowNeeds(30, params)])
+    tight = replace(preflight, limit=exact)
+    tight.check(30, params)
+    with pytest.raises(MemoryLimitError):
+        tight.check(30, params, image)
