@@ -246,9 +246,9 @@ def test_each_prompt_is_checked_once(
     checked: list[int] = []
     check = Preflight.check
 
-    def noted(self: Preflight, prompt_tokens: int, params: SamplingParams) -> None:
+    def noted(self: Preflight, prompt_tokens: int, *more: Any) -> None:
         checked.append(prompt_tokens)
-        check(self, prompt_tokens, params)
+        check(self, prompt_tokens, *more)
 
     monkeypatch.setattr(Preflight, "check", noted)
     decoder.generate([[5] * 3, [5] * 4], SamplingParams(max_tokens=2))

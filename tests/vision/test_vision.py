@@ -41,6 +41,7 @@ WIDE, TALL, SQUARE = (
     for n, size in enumerate([(90, 40), (30, 100), (64, 64)])
 )
 MAX_TOKENS = 10
+EMBEDDINGS_OF = vision.ImageEncoder.embeddings_of
 #: Families whose masks mlx-vlm does not have.
 BOTH_WAYS = ["gemma3", "gemma4-large", "gemma4_unified"]
 
@@ -183,6 +184,110 @@ def test_every_token_is_mlx_vlms(
         ids, expected = by_mlx_vlm(decoder, model, prompt)
         assert list(decoder._encode(prompt).token_ids) == ids
         assert result.token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        *((f, "self:4bit") for f in ("gemma4", "qwen3_5", "qwen3_vl", "lfm2-vl")),
+        ("mistral3", "layers:0"),
+        ("qwen2_5_vl", "layers:1"),
+        ("qwen3_vl", "text"),
+        ("gemma4", "text"),
+    ],
+)
+def test_every_kind_of_draft_is_lossless(
+    folders: Callable[[str], Any], family: str, draft: str, tmp_path: Path
+) -> None:
+    """A draft is given embeddings or positions that it cannot read; or none agree."""
+    folder, model = folders(family)
+    if draft == "text":
+        draft = str(tmp_path / "draft")
+        write_vision_folder(tmp_path / "draft", family, seed=1)
+    decoder = decoder_of(
+        folder, draft, batch_size=3, num_draft_tokens=3, prefill_step_size=5
+    )
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
+        assert result.drafted > 0
+
+
+def test_a_cancelled_image_changes_no_other_row(folders: Callable[[str], Any]) -> None:
+    """Rows that stay read the shift of a row that has left."""
+    folder, model = folders("qwen3_vl")
+    decoder = decoder_of(folder, batch_size=3, num_draft_tokens=0, prefill_step_size=4)
+    session, results = decoder.session(), {}
+    params = SamplingParams(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS)
+    numbers = [session.add(PROMPTS[i], params) for i in (2, 0, 4, 1, 3)]
+    steps = 0
+    while session.busy:
+        for event in session.step():
+            if event.result is not None:
+                results[event.index] = event.result
+        steps += 1
+        if steps in (2, 9):  # while it is prefilled, and while it decodes
+            assert session.cancel(numbers[steps == 9])
+    decoded = {n: r.token_ids for n, r in results.items() if n not in numbers[:2]}
+    for number, i in zip(numbers[2:], (4, 1, 3), strict=True):
+        assert decoded[number] == by_mlx_vlm(decoder, model, PROMPTS[i])[1]
+
+
+def _wide_masks(patch: pytest.MonkeyPatch) -> None:
+    usual = image_rows.RowImages.until
+    patch.setattr(image_rows.RowImages, "until", lambda *args: (usual(*args)[0], False))
+
+
+def _another_images_mask(patch: pytest.MonkeyPatch) -> None:
+    usual = image_rows.RowImages.until
+
+    def rolled(*args: Any) -> tuple[mx.array | None, bool]:
+        until, in_windows = usual(*args)
+        return None if until is None else mx.roll(until, 1, axis=0), in_windows
+
+    patch.setattr(image_rows.RowImages, "until", rolled)
+
+
+def _embeddings_of_markers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(image_rows.RowImages, "blank", lambda _, prompts: prompts)
+
+
+def _scaled_twice(patch: pytest.MonkeyPatch) -> None:
+    usual = vision.ImageEncoder.embeddings_of
+    patch.setattr(
+        vision.ImageEncoder, "embeddings_of", lambda s, image: usual(s, image) * 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "planted"),
+    [
+        ("gemma4-large", _wide_masks),
+        ("gemma4-large", _another_images_mask),
+        ("gemma3", _another_images_mask),
+        ("gemma4", _embeddings_of_markers),
+        ("gemma4", _scaled_twice),
+    ],
+    indirect=["planted"],
+)
+def test_a_fault_in_gemma_changes_tokens(
+    folders: Callable[[str], Any], family: str, planted: None
+) -> None:
+    """The comparisons above are blind to masks, or to what each layer reads."""
+    folder, model = folders(family)
+    results = decoder_of(folder, batch_size=3, num_draft_tokens=0).generate(
+        PROMPTS, SamplingParams(max_tokens=MAX_TOKENS)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vision.ImageEncoder, "embeddings_of", EMBEDDINGS_OF)
+        sound = decoder_of(folder, num_draft_tokens=0)
+        expected = [
+            by_mlx_vlm(sound, model, prompt)[1]
+            if family == "gemma4"
+            else by_masks(sound, prompt)
+            for prompt in PROMPTS
+        ]
+    assert [r.token_ids for r in results] != expected
 
 
 def test_a_draft_may_read_layers_that_images_reach(
