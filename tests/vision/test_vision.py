@@ -243,7 +243,7 @@ def _another_images_mask(patch: pytest.MonkeyPatch) -> None:
 
     def rolled(*args: Any) -> tuple[mx.array | None, bool]:
         until, in_windows = usual(*args)
-        return None if until is None else mx.roll(until, 1, axis=0), in_windows
+        return None if until is None else mx.roll(until, 1, 0), in_windows
 
     patch.setattr(image_rows.RowImages, "until", rolled)
 
