@@ -186,7 +186,10 @@ def measure_forwards(
             alone = _Drafting(rows, drafter, num_rows, hidden[:, :2], 1)
             runs[-1] = alone.propose
             seconds[-1] = watch.settled(runs[-1], 2 * plain)
-        for s in target.backend.verify_widths[1:]:
+        widths = {*target.backend.verify_widths[1:]}
+        if -1 in runs:  # a block is verified whole
+            widths.add(widest)
+        for s in sorted(widths):
             # At worst, S tokens take as long as S forwards of one token.
             if s <= widest and (s == 2 or not watch.late(s * plain)):
                 runs[s] = partial(verify, s)

@@ -373,7 +373,6 @@ class Rounds:
                 self._draft.backlog,
                 [f.plan.num_draft_tokens for f in flying if not f.plan.first],
                 {} if self.expected else left,
-                self._timer.joining,
             )
             k = self._choice.choose(state)
         limits = [min(k, n) for n in limits]

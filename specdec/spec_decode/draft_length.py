@@ -58,6 +58,9 @@ TIMED = 2
 LONGEST = 3 * TIMED
 # The k changes if another is better by this factor; less is noise.
 SWITCH = 1.01
+# A longer draft is a choice before shorter ones were tried if it costs no more than
+# this many times as much: the steps of a staircase are flat.
+FLAT = 1.05
 # A k is tried that would be better, were acceptance and costs so many standard
 # deviations better than known.
 DOUBT = 1.5
@@ -94,7 +97,6 @@ class BatchState:
         in_flight: k of each round that was dispatched and not read yet.
         left: tokens that each running row may still emit, by the row's number; empty
             if requests wait for a row.
-        joining: prompts are prefilled beside the round.
     """
 
     num_rows: int
@@ -103,7 +105,6 @@ class BatchState:
     backlog: int = 0
     in_flight: Sequence[int] = ()
     left: Mapping[int, int] = field(default_factory=dict)
-    joining: bool = False
 
 
 class DraftLength(Protocol):
@@ -457,9 +458,6 @@ class RoundCosts:
         self._plain_pace, self._of_drafts = 0.0, 1.0
         self._last: tuple[int, int] | None = None
         self._met: set[tuple[int, int]] = set()
-        # By whether they draft, of rounds beside a prefill: how many plain rounds they
-        # took longer than others, and how many there were.
-        self._beside = {False: (0.0, 0), True: (0.0, 0)}
         # By rows and tokens: the plain rounds that taking in so many took, and when,
         # the newest last.
         self._caught: dict[int, dict[int, tuple[float, int]]] = {}
@@ -582,11 +580,6 @@ class RoundCosts:
         seconds = drafting + self.forwards.catch_up(num_rows, num_tokens)
         return seconds / self.forwards.round(num_rows, 0)
 
-    def beside_prompts(self) -> float:
-        """Plain rounds that a draft takes more beside a prefill than elsewhere."""
-        (plain, some), (drafted, others) = self._beside[False], self._beside[True]
-        return max(0.0, drafted - plain) if min(some, others) >= TIMED else 0.0
-
     def plain_seconds(self, num_rows: int) -> float | None:
         """Seconds of a plain round at the current pace; ``None`` before any round."""
         if self._pace is None:
@@ -615,11 +608,6 @@ class RoundCosts:
         plain = self.plain_seconds(num_rows)
         if timing.seconds is None:
             return False
-        if timing.joining and plain is not None and once <= 0.02:
-            mean, count = self._beside[k > 0]
-            extra = timing.seconds / plain - self.relative(num_rows, k)
-            mean += (extra - mean) / min(count + 1, MEMORY)
-            self._beside[k > 0] = mean, count + 1
         if new and k and self.new_shape:
             return False
         tokens = timing.backlog
@@ -804,10 +792,15 @@ class AutoLength:
 
         Else they reach a few positions beyond those tried.
         """
-        top = room = min(self.max_draft_tokens, max(state.room, default=0))
-        if not self.costs.forwards.at_once(state.num_rows):
-            top = min(room, 2 * self.acceptance.measured + 1)
-        return [k for k in sorted({*self._ladder, room}) if k <= top]
+        room = min(self.max_draft_tokens, max(state.room, default=0))
+        ks = [k for k in sorted({*self._ladder, room}) if k <= room]
+        if self.costs.forwards.at_once(state.num_rows):
+            return ks
+        top = max(k for k in ks if k <= 2 * self.acceptance.measured + 1)
+        most = FLAT * self.costs.relative(state.num_rows, top)
+        return [
+            k for k in ks if k <= top or self.costs.relative(state.num_rows, k) <= most
+        ]
 
     def _rates(
         self, state: BatchState, ks: Sequence[int], *, doubt: float = 0.0
@@ -815,12 +808,11 @@ class AutoLength:
         """Expected tokens in the time of a plain round, by k."""
         tokens = tokens_per_round(self.acceptance.survival(ks[-1], doubt=doubt))
         of_rows = self._of_last_row if len(state.left) > 1 else self._of_mean_row
-        beside = self.costs.beside_prompts() if state.joining else 0.0
-        if not state.left and len(state.room) > 1:
-            beside += APART * self.costs.join_rounds
+        waiting = not state.left and len(state.room) > 1
+        apart = APART * self.costs.join_rounds if waiting else 0.0
         return {
             k: of_rows(state, k, tokens)
-            / (self.costs.relative(state.num_rows, k, doubt=doubt) + (k > 0) * beside)
+            / (self.costs.relative(state.num_rows, k, doubt=doubt) + (k > 0) * apart)
             for k in ks
         }
 
@@ -920,7 +912,7 @@ class AutoLength:
                         most = self._budget + EXPLORE * state.remaining * 2 / 3
                         self._spend(min(once, most) if doubt else 0.0)
                         return True
-            if once <= EXPLORE * state.remaining / 2 and any(
+            if once <= EXPLORE * state.remaining / 4 and any(
                 self.costs.relative(state.num_rows, k) < k + 1 for k in ks[1:]
             ):
                 return True

@@ -64,11 +64,6 @@ class StepTimer:
         self._built = self._read = float("-inf")
         self._interrupted = self._new_shape = float("-inf")
 
-    @property
-    def joining(self) -> bool:
-        """Whether other work was dispatched since the last round."""
-        return self._interrupted > self._built
-
     def begin(self) -> float:
         """Note that a round is about to be built; return when that is."""
         self._built = self._clock()

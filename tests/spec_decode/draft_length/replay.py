@@ -49,6 +49,7 @@ class Job:
         lag: rounds in flight while the next is chosen.
         join: milliseconds of a chunk that prefills joining rows.
         near: milliseconds more of a round near a join, if it drafts.
+        cold: milliseconds more of the first one, which compiles.
         keep: all slots are computed to the end.
         absorb: milliseconds more of a prefill whose rows are drafted for.
         join_rounds: free rows wait for each other, as :class:`Scheduler` has them wait.
@@ -65,6 +66,7 @@ class Job:
     lag: int = 0
     join: float = 0.0
     near: float = 0.0
+    cold: float = 0.0
     keep: bool = False
     absorb: float = 0.0
     join_rounds: int = 0
@@ -111,6 +113,7 @@ class Job:
         room: dict[int, int] = {}
         backlog, joined = 0, False
         pending: list[RoundTiming] = []
+        cold = self.cold
         slots, pace, idle, plain = self.rows, rng.randrange(11), 0, 0
         while queue or left:
             free = min(self.rows - len(left), len(queue))
@@ -150,7 +153,7 @@ class Job:
                 flying = [p.num_draft_tokens for p in pending]
                 state = BatchState(
                     slots, rooms, sum(left.values()) / len(left), backlog,
-                    flying, {} if waiting else dict(left), joined,
+                    flying, {} if waiting else dict(left),
                 )  # fmt: skip
                 k = length.choose(state)
             if rng.random() < 1 / 40:
@@ -158,7 +161,8 @@ class Job:
             quantile = max(0, min(10, pace + rng.randrange(-1, 2)))
             took = self._at(k, quantile) * self.share(slots) / 1e3
             if joined and k:
-                took += self.near / 1e3
+                took += (self.near + cold) / 1e3
+                cold = 0.0
             clock += took
             plain = 0 if k else plain + 1
             rows, accepted = list(left), []

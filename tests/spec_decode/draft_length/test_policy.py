@@ -640,18 +640,3 @@ def test_the_reason_says_whose_costs_it_goes_by() -> None:
         assert str(length.reason).endswith(f" times one without by {source}")
         observe(length, gpu(0.2), 1, 1, 4)
         assert str(length.reason).endswith(" times one without")
-
-
-def test_a_round_near_a_join_is_charged_what_a_draft_costs_there() -> None:
-    """Catches drafts in rounds that gain elsewhere and lose beside a prefill."""
-    length = length_of(gpu(0.2))
-    for k in (0, 0, 2, 2, 2, 2, 0):
-        observe(length, gpu(0.2), k, k, 1)
-        for extra in (2.0 + 3.0 * (k > 0),):
-            seconds = gpu(0.2)(1, k) + extra
-            accepted = [(k, k)] if k else []
-            length.observe(RoundTiming(1, k, accepted, seconds, False, joining=True))
-    observe(length, gpu(0.2), 0, 0, LONGEST)
-    state = BatchState(1, [8], 200)
-    assert length.choose(state) > 0
-    assert length.choose(replace(state, joining=True)) == 0

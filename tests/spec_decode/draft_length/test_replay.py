@@ -100,7 +100,7 @@ LOOKUP = {1: 1.05, 2: 1.1, 4: 1.15, 8: 1.3}
 MODEL = {1: 1.6, 2: 2.2, 4: 3.4, 8: 5.5}
 SHORT: dict[str, tuple[Mapping[int, float] | None, tuple[float, ...], float]] = {
     "head": (None, (0.6, 0.7, 0.55, 0.65), 1.01),
-    "poor head": (None, (0.35, 0.4, 0.3, 0.4), 0.945),
+    "poor head": (None, (0.35, 0.4, 0.3, 0.4), 0.96),
     "lookup": (LOOKUP, (0.02, 0.1, 0.25, 0.5), 0.955),
     "always wrong": (MODEL, (0.0,), 0.98),
 }
@@ -140,6 +140,23 @@ def test_short_jobs_lose_little(draft: str, tmp_path: Path) -> None:
             later = AutoLength(*stored, max_draft_tokens=job.most)
             rates[2] += plain / job.seconds(later, seed) / 7
         assert min(rates) > SHORT[draft][2], (rows, rates)
+
+
+def test_a_round_that_compiled_is_no_reason_to_stop_drafting() -> None:
+    """Catches what the first round near a join took being charged to all such rounds.
+
+    A job of three waves, in which rows join one by one, after one that compiled.
+    """
+    job = replace(short("head", 8), tokens=96, waves=3, alike=False)
+    rates = []
+    for seed in range(5):
+        length = auto(job)
+        replace(job, cold=300.0).seconds(length, seed + 50)
+        for _ in range(2):
+            length.observe(RoundTiming(8, 0, [], 0.02, False, joining=True))
+        fixed = job.seconds(Script(lambda _: 6), seed)
+        rates.append(fixed / job.seconds(length, seed))
+    assert sum(rates) / len(rates) > 0.97, rates
 
 
 # -- staircases ------------------------------------------------------------
@@ -197,7 +214,7 @@ def test_a_staircase_is_followed() -> None:
         for chance in (0.6, 0.8)
     }
     assert sum(cells.values()) / len(cells) > 0.97, cells
-    assert min(cells.values()) > 0.92, cells
+    assert min(cells.values()) > 0.955, cells
 
 
 # -- costs that are wrong --------------------------------------------------

@@ -22,7 +22,6 @@ def test_a_rounds_time_begins_with_the_read_before_it() -> None:
     assert timer.begin() == 21.0
     assert timer.read(18.0, [True]) == (5.0, True, False)  # since the read at 20
     timer.interrupt()  # 26: a prefill chunk
-    assert timer.joining
     assert timer.read(21.0, []) == (1.5, False, True)
 
 
