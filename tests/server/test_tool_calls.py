@@ -15,7 +15,7 @@ import openai
 import pytest
 from llguidance import LLMatcher
 
-from specdec import Grammar
+from specdec import Grammar, SpecDecoder
 from specdec.prompts import EncodedPrompt
 from specdec.server import chat, messages, responses
 from specdec.server.config import ServerConfig
@@ -23,7 +23,7 @@ from specdec.server.encoding import Encoded
 from specdec.server.job import Call, Tools
 from specdec.server.parts import Parts
 from specdec.server.service import Service
-from specdec.server.tool_calls import format_of
+from tests.models.gguf_files import byte_level, random_model, write_model
 from tests.server.harness import TEMPLATE, Scripted, running, tiny_decoder, tokenizer
 
 PROPERTIES = {
@@ -642,17 +642,84 @@ def test_ids_fit_the_template(
         assert all(ids.count(each) == 2 for each in set(ids))
 
 
-def test_tools_of_a_gguf_tokenizer(folder: Path) -> None:
+def test_ids_fit_the_template_in_all_protocols(folder: Path) -> None:
+    """Results in another order than their calls, and ids of Anthropic's or OpenAI's."""
+    call = f"[TOOL_CALLS][{OBJECT}, {OBJECT}]"
+    decoder = tiny_decoder(folder, template=MISTRAL, parser="mistral")
+    scripted = Scripted(decoder, lambda p: "done" if "ok" in p else call)
+    schema = FUNCTION["parameters"]
+    ask = {"role": "user", "content": "q"}
+    with running(scripted) as server:
+
+        def post(path: str, body: dict[str, Any]) -> Any:
+            made = httpx.post(
+                f"{server.url}/v1/{path}", json={"model": "tiny", **body}, timeout=60
+            )
+            assert made.status_code == 200, made.text
+            return made.json()
+
+        def check(path: str, body: dict[str, Any], ids: list[str], other: str) -> None:
+            assert len(set(ids)) == 2
+            text = json.dumps(body)
+            for first, second in (ids, [f"{other}_1", f"{other}_2"]):
+                sent = text.replace(ids[0], first).replace(ids[1], second)
+                post(path, json.loads(sent))
+                one, two, *results = re.findall(
+                    r"(?<=#)[A-Za-z0-9]{9}", scripted.prompts[-1]
+                )
+                assert one != two
+                assert results == [two, one]
+
+        uses = [{"name": "write_file", "input_schema": schema}]
+        common = {"max_tokens": 99, "tools": uses}
+        said = post("messages", {"messages": [ask], **common})["content"]
+        ids = [block["id"] for block in said]
+        told = [
+            {"type": "tool_result", "tool_use_id": each, "content": "ok"}
+            for each in reversed(ids)
+        ]
+        turns = [
+            ask,
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": told},
+        ]
+        check("messages", {"messages": turns, **common}, ids, "toolu_01A09q90qw")
+        functions = [{"type": "function", **FUNCTION}]
+        made = post("responses", {"input": [ask], "tools": functions})["output"]
+        ids = [item["call_id"] for item in made]
+        outputs = [
+            {"type": "function_call_output", "call_id": each, "output": "ok"}
+            for each in reversed(ids)
+        ]
+        items = {"input": [ask, *made, *outputs], "tools": functions}
+        check("responses", items, ids, "call_" + "x" * 60)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "form"),
+    [
+        (f"{TEMPLATE}{{# <tool_call> #}}", ANSWERS["json_tools"], "call_"),
+        (MISTRAL, f"[TOOL_CALLS][{OBJECT}]", "[A-Za-z0-9]{9}$"),
+        (KIMI, ANSWERS["kimi_k2"], r"functions\.write_file:0"),
+    ],
+)
+def test_tools_of_a_gguf_target(
+    template: str, answer: str, form: str, folder: Path
+) -> None:
     """mlx-lm infers no parser for it, and its tools were refused."""
-    words = tokenizer(folder, parser=None)
-    found = format_of(words)
-    assert found is not None
-    assert (found.name, found.start) == ("json_tools", "<tool_call>")
-    (call,) = (
-        p for p in parts_of(words, ANSWERS["json_tools"], cut=False)
-        if isinstance(p, Call)
-    )  # fmt: skip
-    assert json.loads(call.arguments) == ARGUMENTS
+    words = byte_level(**{"tokenizer.chat_template": template})
+    file = folder / "target.gguf"
+    write_model(file, "llama", random_model("llama"), vocabulary=words)
+    decoder = SpecDecoder.from_pretrained(str(file))
+    with running(Scripted(decoder, lambda p: answer)) as server:
+        for choice in ("auto", "required"):
+            turns = [{"role": "user", "content": "q"}]
+            body = {"messages": turns, "tools": [TOOL], "tool_choice": choice}
+            made = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+            assert made.status_code == 200, made.text
+            (said,) = made.json()["choices"][0]["message"]["tool_calls"]
+            assert json.loads(said["function"]["arguments"]) == ARGUMENTS
+            assert re.match(form, said["id"])
 
 
 def test_templates_that_read_other_names(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -56,6 +57,20 @@ def test_a_copy_of_a_checkout_is_installed_from_it_again(
     for gone in ((tmp_path / "gone").as_uri(), "https://a.example/x.whl"):
         installed(monkeypatch, tmp_path, "pip", gone)
         assert extras.install("gguf") == "pip install 'mlx-specdec[gguf]'"
+
+
+@pytest.mark.parametrize(
+    "program", ["from specdec import SpecDecoder", "import specdec.ray"]
+)
+def test_every_way_in_names_the_way_out(program: str) -> None:
+    """The stage for Ray imported MLX before anything could say what is missing."""
+    program = f"import sys; sys.modules['mlx'] = None; {program}"
+    made = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert made.stderr.splitlines()[-1].startswith(
+        "ImportError: MLX has no backend here"
+    )
 
 
 @pytest.mark.parametrize(
