@@ -92,17 +92,10 @@ def __getattr__(name: str) -> Any:
             from .utils.process import prepare_process
 
             prepare_process()
-        try:
-            value = getattr(import_module(f".{home}", __name__), name)
-        except ImportError as error:
-            from .utils.extras import install_backend, is_backend
+        from .utils.extras import naming_backend
 
-            if not is_backend(error):
-                raise
-            raise ImportError(
-                f"MLX has no backend here: {install_backend()} ({error})",
-                name=error.name,
-            ) from None
+        with naming_backend():
+            value = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value
 

@@ -25,10 +25,12 @@ A row is a function of its prompt, its parameters and its seed. So it does not m
 which worker decodes it, how often it begins, or which rows decode with it.
 """
 
+from ..utils.extras import naming_backend
 from ..utils.process import prepare_process
 
 prepare_process()
 
-from .stage import SpecDecodeStage  # noqa: E402
+with naming_backend():
+    from .stage import SpecDecodeStage
 
 __all__ = ["SpecDecodeStage"]

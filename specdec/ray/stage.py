@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .. import SpecDecoder
 from ..config import EngineConfig
+from ..decoder import SpecDecoder
 from ..engine.async_server import Server
 from ..errors import ConfigError, MemoryLimitError, PromptError
 from ..outputs import GenerationResult

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -54,6 +56,23 @@ def _source() -> str | None:
     except (metadata.PackageNotFoundError, OSError, ValueError):
         return None  # also where the file is damaged
     return str(path) if url.scheme == "file" and there else None
+
+
+@contextmanager
+def naming_backend() -> Iterator[None]:
+    """Within the context, an import without MLX says how to install it.
+
+    Raises:
+        ImportError: it fails.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if not is_backend(error):
+            raise
+        raise ImportError(
+            f"MLX has no backend here: {install_backend()} ({error})", name=error.name
+        ) from None
 
 
 def is_backend(error: ImportError) -> bool:
