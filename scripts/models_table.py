@@ -33,7 +33,7 @@ each, a test decodes small random models in float32, in batches, with drafts tha
 wrong a third of the time, and compares every token with mlx-lm's plain decoding: "yes"
 means that there is no difference. "Text only" means the same of a model that also takes
 pictures or sound: mlx-lm loads the part that reads and writes text, and
-[Images](images.md) names the models that see with the extra `vision`. What is refused is
+[Images](images.md) names those that see with the extra `vision`. What is refused is
 refused by name before any work; `mlx_lm.generate` runs it.
 
 - **Caches**: what a layer keeps. Full attention keeps all tokens, a sliding window and
