@@ -32,9 +32,9 @@ specdec runs the architectures of [mlx-lm](https://github.com/ml-explore/mlx-lm)
 each, a test decodes small random models in float32, in batches, with drafts that are
 wrong a third of the time, and compares every token with mlx-lm's plain decoding: "yes"
 means that there is no difference. "Text only" means the same of a model that also takes
-pictures or sound: mlx-lm loads the part that reads and writes text, and
-[Images](images.md) names those that see with the extra `vision`. What is refused is
-refused by name before any work; `mlx_lm.generate` runs it.
+pictures or sound: mlx-lm loads the part that reads and writes text. [Images](images.md)
+need the extra `vision`. What is refused is refused by name before any work;
+`mlx_lm.generate` runs it.
 
 - **Caches**: what a layer keeps. Full attention keeps all tokens, a sliding window and
   chunks the newest ones. What a compressed layer pools is kept for all tokens, and

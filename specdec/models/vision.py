@@ -64,7 +64,7 @@ class _Family:
 _GEMMA4 = _Family("gemma4", "Gemma4Processor", sees="windows", scaled=False)
 _QWEN3_5 = _Family("qwen3_5", "Qwen3VLProcessor", "qwen3_vl", sections="interleaved")
 #: By ``model_type``.
-_FAMILIES = {
+FAMILIES = {
     "mistral3": _Family("mistral3", "Mistral3Processor"),
     "pixtral": _Family("pixtral", "PixtralProcessor"),
     "lfm2_vl": _Family("lfm2_vl", "Lfm2VlProcessor"),
@@ -74,6 +74,7 @@ _FAMILIES = {
     "gemma4_unified": replace(
         _GEMMA4, module="gemma4_unified", processor="Gemma4UnifiedProcessor"
     ),
+    "qwen2_vl": _Family("qwen2_vl", "Qwen2VLProcessor", sections="chunked"),
     "qwen2_5_vl": _Family("qwen2_5_vl", "Qwen2_5_VLProcessor", sections="chunked"),
     "qwen3_vl": replace(_QWEN3_5, module="qwen3_vl"),
     "qwen3_vl_moe": replace(_QWEN3_5, module="qwen3_vl_moe"),
@@ -155,7 +156,7 @@ class ImageEncoder:
 
     def __init__(self, folder: Path, config: Mapping[str, Any], name: str):
         self._folder, self.config, self._name = folder, config, name
-        self._family = _FAMILIES[str(config["model_type"])]
+        self._family = FAMILIES[str(config["model_type"])]
         self._processing, self._embedding = threading.RLock(), threading.RLock()
         self._processor: Any = None
         self._tower: nn.Module | None = None
@@ -373,7 +374,7 @@ class ImageEncoder:
 
 def image_encoder(target: LoadedModel) -> ImageEncoder | None:
     """The encoder of a target's images; ``None``: it takes none."""
-    config, known = target.config, target.config.get("model_type") in _FAMILIES
+    config, known = target.config, target.config.get("model_type") in FAMILIES
     if target.folder is None or not known or target.ranks is not None:
         return None
     if not isinstance(config.get("vision_config"), Mapping):
@@ -413,7 +414,7 @@ def tower_memory(target: Described, *, fuses: bool) -> TowerMemory | None:
     """
     config, folder = target.config, target.folder
     vision = config.get("vision_config")
-    if config.get("model_type") not in _FAMILIES or not isinstance(vision, Mapping):
+    if config.get("model_type") not in FAMILIES or not isinstance(vision, Mapping):
         return None
     if folder is None:
         return None
@@ -426,22 +427,24 @@ def tower_memory(target: Described, *, fuses: bool) -> TowerMemory | None:
     if not weights:
         return None
 
+    merged = "spatial_merge_size", "downsample_factor", "pooling_kernel_size"
+    settings = {key: config[key] for key in merged if key in config} | dict(vision)
+
     def size(*names: str, default: int = 1) -> int:
-        found = (each.get(name) for each in (vision, config) for name in names)
+        found = map(settings.get, names)
         return next((n for n in found if isinstance(n, int) and n > 0), default)
 
     itemsize = max(a.itemsize for a in weights if mx.issubdtype(a.dtype, mx.floating))
     patch = size("model_patch_size", "patch_size", default=16)
     # Hidden states and the MLP's, pixels in float32 and cast, and one row of a table
     # of positions, as one-hot codes of two axes.
-    columns = 8 * size("hidden_size", "mm_embed_dim", default=1280)
-    columns += 8 * size("intermediate_size", default=5120)
-    columns += 6 * patch**2 * size("temporal_patch_size")
+    hidden = size("embed_dim", "hidden_size", "mm_embed_dim", default=1280)
+    columns = 8 * hidden + 8 * size("intermediate_size", default=4 * hidden)
+    columns += 6 * patch**2 * size("temporal_patch_size", default=2)
     columns += 2 * size("position_embedding_size", "mm_posemb_size")
     heads = size("num_heads", "num_attention_heads", default=16)
-    fixed = _FAMILIES[config["model_type"]].sees == "all"
+    fixed = FAMILIES[config["model_type"]].sees == "all"
     side = size("image_size") // patch
-    merged = "spatial_merge_size", "downsample_factor", "pooling_kernel_size"
     masked = config["model_type"] in ("mistral3", "pixtral")
     return TowerMemory(
         held_bytes=sum(a.nbytes for a in weights) + _KEPT_BYTES,

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from specdec.errors import UnsupportedModelError
+from specdec.models import vision
 from specdec.models.draft_heads.mtp import FAMILIES
 from specdec.models.hidden_states import record_layers
 from specdec.models.layers import caches_of_layers, has_text_model
@@ -729,6 +730,8 @@ def line(arch: str, model: Any) -> str:
     drafts += ["`mtp`"] * (arch in FAMILIES)
     code = inspect.getsource(importlib.import_module(f"mlx_lm.models.{arch}"))
     runs = "text only" if re.search("vision|visual|audio", code) else "yes"
+    if arch in {MODEL_REMAPPING.get(kind, kind) for kind in vision.FAMILIES}:
+        runs = "text, [images](images.md)"
     return f"| {arch} | {runs} | {caches} | {', '.join([*drafts, 'any other'])} |"
 
 

@@ -174,6 +174,18 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2_vl": (
+        _QWEN_IMAGES,
+        {
+            **_TEXT, "rope_theta": 4.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+            "tie_word_embeddings": True,
+            "vision_config": {
+                "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2,
+                "patch_size": 14, "spatial_merge_size": 2, "mlp_ratio": 2,
+            },
+        },
+    ),
     "qwen3_5": (
         _QWEN_IMAGES,
         {
@@ -238,6 +250,10 @@ _PREPROCESSORS = {
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 4,
         "size": {"height": 32, "width": 32}, "do_pan_and_scan": False,
+    },
+    "qwen2_vl": {
+        "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+        "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
     },
     "qwen2_5_vl": {
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,

@@ -548,6 +548,20 @@ def test_a_second_question_begins_after_the_image(
     assert result.token_ids == whole.token_ids
 
 
+def test_salts_hold_for_images(folders: Callable[[str], Any]) -> None:
+    """A client learns which images others have sent."""
+    decoder = decoder_of(
+        folders("mistral3")[0], num_draft_tokens=0, prefix_cache_memory=10**7
+    )
+    prompt = said(WIDE, "a text that fills a block of the prefix cache " * 8)
+    reused = [
+        decoder.generate([prompt], SamplingParams(max_tokens=2, cache_salt=salt))[0]
+        for salt in ("one", "two", "one")
+    ]
+    first, other, again = (result.prefix_tokens for result in reused)
+    assert first == other == 0 < again
+
+
 def test_a_tower_has_the_weights_of_its_model(
     folders: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -718,6 +732,8 @@ def test_the_plan_bounds_what_a_tower_takes(family: str, tmp_path: Path) -> None
     wide = {"hidden_size": 256, "intermediate_size": 1024}
     if "head_dim" in FAMILIES[family][1]["vision_config"]:
         wide["head_dim"] = wide["global_head_dim"] = 128
+    if family == "qwen2_vl":
+        wide = {"embed_dim": 256, "mlp_ratio": 4}
     write_vision_folder(tmp_path / "wide", family, **wide)
     target = load(str(tmp_path / "wide"))
     encoder = vision.image_encoder(target)
