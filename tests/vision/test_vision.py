@@ -465,7 +465,7 @@ def test_a_planted_fault_changes_tokens(
     assert [r.token_ids for r in results] != expected
 
 
-@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_decoded_as_without_images(
     folders: Callable[[str], Any], family: str
 ) -> None:
