@@ -68,7 +68,7 @@ class BackendDefaults:
             MLX keeps for reuse are limited while rows decode, too.
         peek_rows: the most rows with which rounds without a draft peek at the
             drafter's proposals; ``None``: any number.
-        most_copied: the most bytes of a model's caches that a forward may copy, since
+        most_copied: the most bytes of the target's caches that a round may copy, since
             to wait until the one before is computed takes longer. ``None``: it need not
             wait, since MLX is too few operations ahead of the device to copy.
         draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
@@ -155,7 +155,6 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             # With 8 rows, peeking took a tenth to a third of a round; with one, 5 to 8%
             # (one H200).
             peek_rows=1,
-            # One H200: to wait takes a draft some 0.3 ms, to copy 277 MB 0.1.
             most_copied=2**29,
         ),
         # Not measured; docs/devices.md derives these values from MLX's source. A new

@@ -401,6 +401,11 @@ class ModelRows:
         return 0 if self.runner.compiled is None else self.runner.compiled.new_shapes
 
     @property
+    def num_caches(self) -> int:
+        """The number of layers that have a cache."""
+        return len(self._caches)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)

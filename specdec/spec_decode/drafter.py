@@ -96,8 +96,6 @@ class Round:
             from one client's answers may be proposed to another. ``None`` for rows
             that have ended, and for those with a ratio rule, whose text would depend
             on what other requests asked for. Empty if nobody is known.
-        fed: the proposals that the draft's further forwards began with, one after the
-            other (:meth:`choose_each`).
     """
 
     num_draft_tokens: int
@@ -111,7 +109,6 @@ class Round:
     grammar: GrammarMasks | None = field(default=None, kw_only=True)
     target: ModelRows | None = field(default=None, kw_only=True)
     clients: tuple[str | None, ...] = field(default=(), kw_only=True)
-    fed: list[mx.array] = field(default_factory=list, kw_only=True)
 
     @property
     def tail(self) -> mx.array:
@@ -175,7 +172,6 @@ class Round:
             tokens.append(chosen)
             if probabilities is not None:
                 drawn_from.append(probabilities)
-        self.fed.extend(tokens[:-1])
         return tokens, mx.concatenate(drawn_from, axis=1) if drawn_from else None
 
     def choose_all(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
