@@ -186,7 +186,8 @@ class ModelGeometry:
         per_column = self.column_bytes + ahead * self.unpacked_column_bytes
         unpacked = self.unpacked_bytes if rows * tokens >= TIMED_ROWS[0] else 0
         forward = rows * (tokens * per_token + columns * per_column)
-        return forward + ahead * unpacked
+        # Matrices of the layer before are freed a little later.
+        return forward + (ahead + 1) * unpacked
 
 
 @dataclass(frozen=True)
