@@ -824,6 +824,8 @@ class AutoLength:
 
     def _of_last_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
         """How many times sooner, in rounds, the last row ends with rounds of k."""
+        if not k:
+            return 1.0
         more = tokens[k] - 1
         rounds = max(
             n / (1 + min(k, room, self.acceptance.of_row(row) * more))
@@ -863,7 +865,9 @@ class AutoLength:
         full &= self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
         if not best and self._first_try(state.num_rows):
             return min(k for k in rates if k)
-        reach = max(self._budget, MOST_SAVED / 2) if self._budget > 0 else 0.0
+        if self._budget <= 0:  # nothing may be tried: most rounds end here
+            return best
+        reach = max(self._budget, MOST_SAVED / 2)
         rounds = min(LONGEST, TIMED + len(state.in_flight))
         hopes = self._rates(state, list(rates), doubt=DOUBT)
         tried, longest = best, 0.0
