@@ -45,6 +45,12 @@ def _gathered(dtype: mx.Dtype) -> mx.array:
     return mx.take(mx.zeros((2, 2), dtype), mx.zeros((1, 1), mx.int32), axis=0)
 
 
+def _picked(dtype: mx.Dtype) -> mx.array:
+    """Look up a position of each row, as draft heads do."""
+    at = mx.zeros((1, 1), mx.int32)
+    return mx.take_along_axis(mx.zeros((1, 2), dtype), at, axis=1)
+
+
 def _gathered_packed(_: mx.Dtype) -> mx.array:
     at = mx.zeros((1,), mx.int32)
     part = mx.slice(mx.zeros((2, 2)), at, axes=(1,), slice_size=(2, 1))
@@ -80,6 +86,7 @@ LAUNCHES: dict[str, Callable[[mx.Dtype], mx.array]] = {
     "scatter-tokens": lambda _: _scattered(mx.int32),
     "gather": _gathered,
     "gather-packed": _gathered_packed,
+    "gather-each": _picked,
     "gate": _gated,
     "activation": partial(_activated, False),
     "activation-alone": partial(_activated, True),
