@@ -167,12 +167,12 @@ def finished_in(
             row = parse_json(written, surrogates=True) if written else None
         except DataError:
             row = None
+        if row is None or damaged:
             # After a crash of the system, parts of a file may be zeros, and the last
             # line incomplete.
             torn = number == len(lines) or "\0" in line or damaged
-            if not torn or written[:8] != _BEGIN[: len(written)]:
-                raise _foreign(path, number, "is no result") from None
-        if row is None or damaged:
+            if written and not (torn and written[:8] == _BEGIN[: len(written)]):
+                raise _foreign(path, number, "is no result")
             continue
         index = row.get("index") if isinstance(row, dict) else None
         if type(index) is not int or not 0 <= index < len(records):

@@ -205,6 +205,21 @@ def test_a_damaged_line_is_decoded_again(
     path.read_text("utf-8")
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [b'{"name": "Andr\xe9"}\n', b'{"index": 0}\n{"name": "Andr\xe9"}\n', b"null\n"],
+)
+def test_lines_of_another_encoding_are_not_removed(
+    lines: bytes, specdec: Specdec, tmp_path: Path
+) -> None:
+    """A file of the user's in Latin-1 was taken for damaged results, and emptied."""
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(lines)
+    made = specdec("run", "-p", "a", "--output", str(path), "--resume")
+    assert made.exit_code == 2, made.output
+    assert path.read_bytes() == lines
+
+
 def test_settings_are_json_all_the_way_down(specdec: Specdec, tmp_path: Path) -> None:
     """A tuple of Python stood in them as a text, and --resume compared the texts."""
     path = tmp_path / "out.jsonl"
