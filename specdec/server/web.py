@@ -342,9 +342,8 @@ class Bodies:
                 status=415,
                 code="unsupported_media_type",
             )
-        if (
-            coding := request.headers.get("content-encoding", "identity")
-        ) != "identity":
+        coding = request.headers.get("content-encoding", "").strip()
+        if coding.lower() not in ("", "identity"):
             raise RequestError(
                 f"a body of Content-Encoding {quoted(coding)} is not supported: send "
                 "it without",

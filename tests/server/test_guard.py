@@ -462,6 +462,13 @@ def test_a_body_that_is_packed_is_refused_as_such() -> None:
     assert "gzip" in str(packed)
 
 
+@pytest.mark.parametrize("coding", ["identity", "Identity", ""])
+def test_a_body_that_is_not_packed_may_say_so(coding: str) -> None:
+    """Names of encodings have no case (RFC 9110, section 8.4.1)."""
+    client = Client(b"a" * 300, content_encoding=coding)
+    assert refusal(web.Bodies(1000), client).status == 413  # it was read
+
+
 def test_elements_are_counted_before_they_are_parsed() -> None:
     """16 MB of empty lists become 350 MB, while nothing else can run.
 
