@@ -118,15 +118,22 @@ def _unshared_folder(name: str) -> Path:
             return folder
         break  # the lock stays until the process ends
     settled = time.time() - _SETTLED
+    # What earlier processes left when they were killed.
+    for part in folder.glob("tmp*"):  # cuda/mlx_kernels.py
+        shutil.rmtree(part, ignore_errors=True)
+    for part in folder.glob("*.part"):
+        part.unlink(missing_ok=True)
     for code in folder.glob("*.ptx"):
-        if not code.with_suffix(".txt").exists():  # its process ended while it wrote
+        if not code.with_suffix(".txt").exists():
             code.unlink()
     for code in folder.parent.glob(f"{name}*/*.ptx"):
         copy, names = folder / code.name, code.with_suffix(".txt")
         with suppress(FileNotFoundError):
             if not copy.exists() and names.stat().st_mtime < settled:
                 shutil.copyfile(code, copy)
-                shutil.copyfile(names, copy.with_suffix(".txt"))
+                part = copy.with_suffix(".part")
+                shutil.copyfile(names, part)
+                part.replace(copy.with_suffix(".txt"))  # so the pair is whole
     for mark in folder.parent.glob(f"{name}*/launched_*"):  # cuda/mlx_kernels.py
         (folder / mark.name).touch()
     return folder

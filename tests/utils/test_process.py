@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -198,9 +199,36 @@ def test_processes_at_the_same_time_share_no_kernel_files(
 
     third = taken()
     assert third not in (first, second)
+    before = sorted(third.iterdir())
     (third / "begun.ptx").write_bytes(b"co")
+    (third / "begun.txt.1.2.part").write_bytes(b"na")
+    (third / "tmp1234").mkdir()
+    (third / "tmp1234" / "begun.ptx").write_bytes(b"co")
     assert taken() == third  # its process has ended
-    assert not (third / "begun.ptx").exists()
+    assert sorted(third.iterdir()) == before
+
+
+def test_a_copy_of_kernels_that_ends_early_is_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk half a list of names stays, and every later process reads it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = process._unshared_folder("cuda")
+    for name in ("whole.ptx", "whole.txt"):
+        (first / name).write_bytes(b"names and code")
+        os.utime(first / name, (1, 1))
+
+    def half(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:3])
+        if source.suffix == ".txt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process.shutil, "copyfile", half)
+        with pytest.raises(OSError, match="No space"):
+            process._unshared_folder("cuda")
+    (second,) = (each for each in first.parent.iterdir() if each != first)
+    assert not (second / "whole.txt").exists()
 
 
 def test_files_of_the_driver_may_be_hidden(
