@@ -13,14 +13,14 @@ import re
 import threading
 import time
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +30,7 @@ from ..errors import ModelError, PromptError, UnsupportedModelError
 from ..prompts.images import Image
 from ..utils.extras import install
 from ..utils.printable import shorten
+from ..utils.recent import Recent
 from .folder import read_arrays, weight_files
 from .image_rows import Sections, Sees
 from .layers import Called, arrays_of, calling
@@ -86,7 +87,6 @@ _KEPT_BYTES = 64 * 2**20
 #: Images whose text and tokens are kept, and bytes of arguments of the tower: prompts
 #: that wait, were refused or are restored.
 _PREPARED, _ARGUMENT_BYTES = 1024, 256 * 2**20
-T = TypeVar("T")
 #: Keys of a checkpoint that belong to the tower and the projector.
 _TOWER_KEY = re.compile("vision|visual|projector")
 #: Keys of a checkpoint that belong to the text part.
@@ -106,39 +106,6 @@ class _Prepared:
     text: str
     tokens: tuple[int, ...]
     grid: tuple[int, int] | None
-
-
-class _Recent(Generic[T]):
-    """The values that were used last, by names of images; for several threads.
-
-    Args:
-        limit: the most that they may take together. One value is always kept.
-        size: what a value takes.
-    """
-
-    def __init__(self, limit: int, size: Callable[[T], int]):
-        self._limit, self._size = limit, size
-        self._lock = threading.Lock()
-        self._values: OrderedDict[str, T] = OrderedDict()
-
-    def get(self, name: str) -> T | None:
-        with self._lock:
-            if name in self._values:
-                self._values.move_to_end(name)
-            return self._values.get(name)
-
-    def put(self, name: str, value: T) -> None:
-        with self._lock:
-            self._values[name] = value
-            while len(self._values) > 1 and self._taken() > self._limit:
-                self._values.popitem(last=False)
-
-    def pop(self, name: str) -> None:
-        with self._lock:
-            self._values.pop(name, None)
-
-    def _taken(self) -> int:
-        return sum(map(self._size, self._values.values()))
 
 
 class ImageEncoder:
@@ -162,12 +129,12 @@ class ImageEncoder:
         self._tower: nn.Module | None = None
         #: Outputs of the tower's layers in the forward that is built.
         self._outputs: deque[mx.array] = deque()
-        self._prepared = _Recent[_Prepared](_PREPARED, lambda _: 1)
+        self._prepared = Recent[str, _Prepared](_PREPARED, lambda _: 1)
         #: Arguments of the tower, which may have many times the bytes of an image.
-        self._arguments = _Recent[Mapping[str, Any]](
+        self._arguments = Recent[str, Mapping[str, Any]](
             _ARGUMENT_BYTES, lambda arrays: sum(_bytes_of(a) for a in arrays.values())
         )
-        self._embeddings = _Recent[mx.array](_KEPT_BYTES, _bytes_of)
+        self._embeddings = Recent[str, mx.array](_KEPT_BYTES, _bytes_of)
 
     @property
     def marker(self) -> str:
@@ -424,17 +391,17 @@ def tower_memory(target: Described, *, fuses: bool) -> TowerMemory | None:
         for key, array in _lazy(file).items()
         if _TOWER_KEY.search(key)
     ]
-    if not weights:
+    itemsizes = [a.itemsize for a in weights if mx.issubdtype(a.dtype, mx.floating)]
+    if not itemsizes:
         return None
 
     merged = "spatial_merge_size", "downsample_factor", "pooling_kernel_size"
     settings = {key: config[key] for key in merged if key in config} | dict(vision)
 
     def size(*names: str, default: int = 1) -> int:
-        found = map(settings.get, names)
-        return next((n for n in found if isinstance(n, int) and n > 0), default)
+        values = map(settings.get, names)
+        return next((n for n in values if isinstance(n, int) and n > 0), default)
 
-    itemsize = max(a.itemsize for a in weights if mx.issubdtype(a.dtype, mx.floating))
     patch = size("model_patch_size", "patch_size", default=16)
     # Hidden states and the MLP's, pixels in float32 and cast, and one row of a table
     # of positions, as one-hot codes of two axes.
@@ -451,8 +418,8 @@ def tower_memory(target: Described, *, fuses: bool) -> TowerMemory | None:
         patches=(side if fixed else size(*merged)) ** 2,
         fixed=fixed,
         # GPUs free arrays late: an H200 took 1.2 to 3 times as much (Qwen3.5-4B).
-        patch_bytes=columns * itemsize * (4 if fuses else 1),
-        pair_bytes=itemsize * ((0 if fuses else 2 * heads) + masked),
+        patch_bytes=columns * max(itemsizes) * (4 if fuses else 1),
+        pair_bytes=max(itemsizes) * ((0 if fuses else 2 * heads) + masked),
     )
 
 

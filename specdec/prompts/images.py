@@ -12,9 +12,7 @@ import base64
 import binascii
 import hashlib
 import io
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +23,7 @@ from ..errors import PromptError
 from ..utils.extras import install
 from ..utils.files import read_plain
 from ..utils.printable import quoted, shorten
+from ..utils.recent import Recent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,27 +86,8 @@ class Image:
         return rgb
 
 
-class _Decoded:
-    """Pixels of the files that were used last; images that wait keep files alone."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pixels: OrderedDict[bytes, bytes] = OrderedDict()
-
-    def get(self, data: bytes) -> bytes | None:
-        with self._lock:
-            if data in self._pixels:
-                self._pixels.move_to_end(data)
-            return self._pixels.get(data)
-
-    def put(self, data: bytes, rgb: bytes) -> None:
-        with self._lock:
-            self._pixels[data] = rgb
-            while sum(map(len, self._pixels.values())) > MAX_DECODED:
-                self._pixels.popitem(last=False)
-
-
-_decoded = _Decoded()
+#: Pixels of the files that were used last; images that wait keep files alone.
+_decoded = Recent[bytes, bytes](MAX_DECODED, len)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from specdec.prompts.images import (
 )
 from specdec.server.conversation import content_of
 from specdec.server.schema import Notes
+from specdec.utils.recent import Recent
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -131,8 +132,8 @@ def test_an_image_that_waits_takes_the_bytes_of_its_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A queue of requests holds 192 MB for each file of a few kilobytes."""
-    monkeypatch.setattr(images, "_decoded", images._Decoded())
-    monkeypatch.setattr(images, "MAX_DECODED", 3 * 300 * 300)
+    decoded = Recent[bytes, bytes](3 * 300 * 300, len)
+    monkeypatch.setattr(images, "_decoded", decoded)
     flat = [np.full((300, 300, 3), level, np.uint8) for level in range(4)]
     read = []
     for pixels in flat:
@@ -140,7 +141,7 @@ def test_an_image_that_waits_takes_the_bytes_of_its_file(
         PIL.Image.fromarray(pixels).save(file, "PNG")
         read.append(read_image(file.getvalue()))
         assert read[-1].data == file.getvalue()
-        assert len(images._decoded._pixels) == 1
+        assert len(decoded._values) == 1
     for image, pixels in zip(read, flat, strict=True):
         assert np.array_equal(image.pixels, pixels)
         assert image.digest == read_image(pixels).digest

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -748,6 +749,15 @@ def test_the_plan_bounds_what_a_tower_takes(family: str, tmp_path: Path) -> None
         mx.reset_peak_memory()
         encoder.embeddings_of(image)
         assert mx.get_peak_memory() - before <= plan.peak(tokens)
+
+
+def test_a_tower_without_numbers_has_no_plan(tmp_path: Path) -> None:
+    """``estimate`` ends with an error of Python's where loading would say what is."""
+    arrays = {"vision_tower.patch": mx.zeros((2, 2), mx.uint32)}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    config = {"model_type": "gemma3", "vision_config": {}}
+    described: Any = SimpleNamespace(config=config, folder=tmp_path)
+    assert vision.tower_memory(described, fuses=False) is None
 
 
 def test_an_image_that_passes_the_limit_is_refused(
