@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 from unicodedata import category
 
 import click
@@ -34,9 +34,6 @@ from ..utils.extras import install, install_backend, is_backend
 from ..utils.names import nearest
 from ..utils.printable import message as as_message
 from ..utils.printable import printable, shorten
-
-if TYPE_CHECKING:
-    pass
 
 DEBUG = "SPECDEC_DEBUG"
 
