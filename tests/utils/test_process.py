@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -224,7 +225,7 @@ def test_a_copy_of_kernels_that_ends_early_is_no_copy(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(process.shutil, "copyfile", half)
+        patch.setattr(shutil, "copyfile", half)
         with pytest.raises(OSError, match="No space"):
             process._unshared_folder("cuda")
     (second,) = (each for each in first.parent.iterdir() if each != first)
