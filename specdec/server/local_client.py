@@ -99,8 +99,9 @@ class _Stream(httpcore.AsyncNetworkStream):
         self._writer.close()
 
     def get_extra_info(self, info: str) -> Any:
-        # An idle connection that can be read has ended.
-        return self._reader.at_eof() if info == "is_readable" else None
+        # An idle connection that can be read has ended. One that was reset is closing.
+        ended = self._reader.at_eof() or self._writer.is_closing()
+        return ended if info == "is_readable" else None
 
 
 @contextmanager

@@ -91,3 +91,32 @@ def test_a_socket_that_does_not_accept_yet(tmp_path: Path) -> None:
 
     with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
         assert asyncio.run(ask(one, other)) == "ok"
+
+
+def test_an_idle_connection_that_was_reset_is_not_used(tmp_path: Path) -> None:
+    """The next request fails, although its replica serves."""
+
+    async def ask(listener: socket.socket) -> list[str]:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        async def serve() -> None:
+            for _ in range(2):
+                peer, _ = await loop.sock_accept(listener)
+                await loop.sock_recv(peer, 1)  # what is left unread resets it
+                await loop.sock_sendall(peer, HEAD + b"ok")
+                peer.close()
+
+        serving = asyncio.create_task(serve())
+        texts = []
+        async with local_client(str(tmp_path / "s"), read_seconds=5) as client:
+            for _ in range(2):
+                texts.append((await client.get("/")).text)
+                await asyncio.sleep(0.05)
+        await serving
+        return texts
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        assert asyncio.run(ask(listener)) == ["ok", "ok"]
