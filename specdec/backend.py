@@ -90,7 +90,7 @@ class BackendDefaults:
     boolean_masks: bool = False
     shares_memory: bool = False
     peek_rows: int | None = None
-    most_copied: int | None = 0
+    most_copied: int | None = None
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
 
@@ -134,7 +134,6 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             read_bucket=1,
             static_shapes=False,
             costs_by_token=True,
-            most_copied=None,
         ),
         BackendDefaults(
             "cuda",
