@@ -92,7 +92,7 @@ def command_of_run(change: Change) -> str:
     "--image-tokens",
     low=0,
     default=0,
-    help="Tokens of the largest image of a prompt, for targets that see.",
+    help="Tokens of the largest image of a prompt, for targets that take images.",
 )
 @click.option(
     "--device",

@@ -573,7 +573,7 @@ def _restoring() -> Iterator[None]:
     logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about parts that hear
+            warnings.simplefilter("ignore")  # about audio parts, which are left out
             yield
     finally:
         AutoProcessor.from_pretrained = usual
