@@ -312,7 +312,7 @@ class Rounds:
         self._spoiled = _Spoiled()
         # The limits of the last round as an array; most rounds use it again.
         self._last: tuple[tuple[int, ...], mx.array] = (), mx.array([], mx.int32)
-        # Arrays of the last round that are computed once half of it is, and once all is.
+        # Arrays of the last round: computed once half of it is, and once all of it is.
         self._before: tuple[list[mx.array], list[mx.array]] = [], []
 
     @property
