@@ -52,6 +52,8 @@ class EngineConfig:
             turn of the same client's conversation does not compute them again.
         draft_corpus: whether ``ngram`` drafts also look in finished answers of the same
             client.
+        load_vision: load what images need with the model, not with the first image.
+            Targets that read text only are refused. See docs/images.md.
         memory_limit: the most bytes that MLX should hold. Models that cannot fit are
             not loaded, requests that cannot fit are refused, and rows wait for memory.
             ``None``: what the device has. See docs/memory.md.
@@ -72,6 +74,7 @@ class EngineConfig:
     prefix_cache_memory: int | None = None
     prefix_answers: bool = True
     draft_corpus: bool = True
+    load_vision: bool = False
     memory_limit: int | None = None
 
     def __post_init__(self) -> None:

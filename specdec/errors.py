@@ -57,13 +57,18 @@ class PromptTooLongError(PromptError):
     Attributes:
         tokens: how many tokens it has at least; ``None``: not known.
         most: how many are possible.
+        image_tokens: how many of ``tokens`` are of images.
     """
 
     def __init__(
-        self, message: object = "", tokens: int | None = None, most: int | None = None
+        self,
+        message: object = "",
+        tokens: int | None = None,
+        most: int | None = None,
+        image_tokens: int = 0,
     ) -> None:
         super().__init__(message)
-        self.tokens, self.most = tokens, most
+        self.tokens, self.most, self.image_tokens = tokens, most, image_tokens
 
 
 class PromptFileError(ConfigError, PromptError):

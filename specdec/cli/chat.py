@@ -45,6 +45,7 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
         "Tokens that the draft proposes in a round. auto chooses the number.", low=0
     ),
     options.kv_bits(),
+    options.load_vision(),
     options.memory_limit(),
     batch_size=1,
     prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY,

@@ -88,8 +88,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Drafting": ("verification", "draft_corpus", "draws", "max_restarts", "rounds"),
     "Memory": (
-        "memory_limit", "device", "memory", "prefill_step_size", "max_kv_size",
-        "kv_bits", "kv_group_size", "quantized_kv_start", "prefix_cache",
+        "memory_limit", "load_vision", "device", "memory", "prefill_step_size",
+        "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "prefix_cache",
         "prefix_cache_size", "prefix_cache_memory", "prefix_answers", "prefix_sharing",
     ),
     "Many devices": ("replicas", "ray", "ray_workers"),
@@ -314,6 +314,9 @@ kv_bits = partial(field, EngineConfig, "kv_bits")
 kv_group_size = partial(field, EngineConfig, "kv_group_size")
 draft_corpus = partial(
     field, EngineConfig, "draft_corpus", "--draft-corpus/--no-draft-corpus"
+)
+load_vision = partial(
+    field, EngineConfig, "load_vision", is_flag=True, show_default=False
 )
 memory_limit = partial(
     size,

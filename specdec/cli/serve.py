@@ -57,6 +57,7 @@ _field = partial(options.field, ServerConfig)
     ),
     options.kv_group_size(),
     *options.prefix_cache,
+    options.load_vision(),
     options.memory_limit(),
     prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY,
 )

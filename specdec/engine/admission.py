@@ -65,9 +65,11 @@ class Preflight:
         if needed <= self.limit:
             return
         share, way = self._prefix_share(row)
+        of_images = sum(len(image.places) for image in images)
+        shown = f" ({of_images} of images)" if images else ""
         raise MemoryLimitError(
-            f"{prompt_tokens} prompt tokens and up to {params.max_tokens} more need "
-            f"{format_size(needed)}{share} and the memory limit is "
+            f"{prompt_tokens} prompt tokens{shown} and up to {params.max_tokens} more "
+            f"need {format_size(needed)}{share} and the memory limit is "
             f"{format_size(self.limit)}: shorten it, lower --max-tokens or "
             f"--prefill-step-size, {way}add --kv-bits, or raise --memory-limit"
         )

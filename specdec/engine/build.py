@@ -17,7 +17,7 @@ from ..models.loaded import Described
 from ..models.loading import fetch_files
 from ..models.model_outline import outline, outline_draft
 from ..models.runner import ModelRunner
-from ..models.vision import ImageEncoder, image_encoder
+from ..models.vision import ImageEncoder, image_encoder, no_images
 from ..parallel import Ranks, differing
 from ..prefix_cache.store import PrefixStore
 from ..spec_decode import (
@@ -42,12 +42,22 @@ def models_of(
     backend: BackendDefaults,
     store: PrefixStore | None,
 ) -> Models:
-    """The target's runner, and the drafter."""
+    """The target's runner, and the drafter.
+
+    Raises:
+        ConfigError: ``load_vision`` is set, and the target takes no images.
+        ModelError, PromptError: what images need cannot be loaded.
+    """
 
     def runner(model: LoadedModel, images: ImageEncoder | None = None) -> ModelRunner:
         return ModelRunner(model.model, model.name, config, backend, store, images)
 
-    of_target = runner(target, image_encoder(target))
+    images = image_encoder(target)
+    if config.load_vision:
+        if images is None:
+            raise ConfigError(no_images(target, "load_vision"))
+        images.load()
+    of_target = runner(target, images)
     if drafter is None or not config.max_draft_tokens:
         return of_target, None
     context = DraftContext(

@@ -87,6 +87,8 @@ _KEPT_BYTES = 64 * 2**20
 #: Images whose text and tokens are kept, and bytes of arguments of the tower: prompts
 #: that wait, were refused or are restored.
 _PREPARED, _ARGUMENT_BYTES = 1024, 256 * 2**20
+#: An image of a size that all processors take.
+_BLANK = Image(224, 224, bytes(3 * 224 * 224))
 #: Keys of a checkpoint that belong to the tower and the projector.
 _TOWER_KEY = re.compile("vision|visual|projector")
 #: Keys of a checkpoint that belong to the text part.
@@ -188,6 +190,13 @@ class ImageEncoder:
         if self._family.sees == "windows" and ways != "vision":
             return "none"
         return self._family.sees
+
+    def load(self) -> None:
+        """Load what the first image would load, and compile the tower's kernels.
+
+        Raises: as :meth:`embed`.
+        """
+        self.embeddings_of(_BLANK)
 
     def embeddings_of(self, image: Image) -> mx.array:
         """The embeddings of an image, shape (L, N, D), one for each marker token.
@@ -429,15 +438,15 @@ def _lazy(file: Path) -> dict[str, mx.array]:
     return dict(arrays)
 
 
-def no_images(target: LoadedModel) -> str:
-    """Why a target takes no images, as one line."""
+def no_images(target: LoadedModel, what: str = "images") -> str:
+    """Why a target takes no images, as one line that says to leave ``what`` out."""
     kind = target.config.get("model_type")
     reason = "reads text only"
     if target.ranks is not None:
         reason = "takes no images with tensor parallelism"
     elif target.config.get("vision_config"):
         reason = f"is of type {kind}, whose images are not supported"
-    return f"{target.name} {reason}: leave images out"
+    return f"{target.name} {reason}: leave {what} out"
 
 
 def _load_tower(folder: Path, config: Mapping[str, Any], family: _Family) -> nn.Module:

@@ -122,19 +122,29 @@ class PromptLimit:
             self.context_length,
         )
 
-    def check_count(self, count: int, what: str = "tokens") -> None:
+    def check_count(
+        self, count: int, what: str = "tokens", image_tokens: int = 0
+    ) -> None:
         """Refuse too many token ids, or other parts that take at least a token each.
+
+        Args:
+            image_tokens: how many of them are tokens of images.
 
         Raises:
             PromptError: there are too many; the message names both numbers.
         """
         if self.context_length is not None and count > self.context_length:
             unit = "" if what == "tokens" else " tokens"
+            of_images = smaller = ""
+            if image_tokens:
+                of_images = f" ({image_tokens} of images)"
+                smaller = ", or send fewer or smaller images"
             raise PromptTooLongError(
-                f"it has {count} {what} and the target's context is "
-                f"{self.context_length}{unit}: shorten it",
+                f"it has {count} {what}{of_images} and the target's context is "
+                f"{self.context_length}{unit}: shorten it{smaller}",
                 count,
                 self.context_length,
+                image_tokens,
             )
 
 
@@ -315,13 +325,14 @@ def _with_images(
             f"the rendered messages have {len(between) - 1} image markers for "
             f"{len(pictures)} images: write no {encoder.marker} into a text"
         )
-    whole = between[0]
+    whole, counts = between[0], []
     for image, following in zip(pictures, between[1:], strict=True):
+        counts.append(encoder.count_of(image))
+        limit.check_count(sum(counts), "tokens or more", sum(counts))
         whole += encoder.text_of(image) + following
     token_ids = _encode_rendered(tokenizer, whole, limit)
-    limit.check_count(len(token_ids), "tokens, those of its images included,")
+    limit.check_count(len(token_ids), image_tokens=sum(counts))
     places = [i for i, token in enumerate(token_ids) if token == encoder.token]
-    counts = [encoder.count_of(image) for image in pictures]
     if len(places) != sum(counts):
         raise PromptError(
             f"it has {len(places)} tokens of images for {sum(counts)} embeddings: "

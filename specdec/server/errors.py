@@ -137,6 +137,8 @@ def request_error(error: Exception, names: Mapping[str, str]) -> RequestError:
         # Clients look for these words, and then shorten the conversation.
         if error.tokens is not None:
             text = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+            if error.image_tokens:
+                text += f"; {error.image_tokens} are of images: send smaller ones"
         return RequestError(
             text, field=names.get("prompt"), code="context_length_exceeded"
         )

@@ -264,10 +264,13 @@ _PREPROCESSORS = {
 }  # fmt: skip
 
 
-def write_vision_folder(path: Path, family: str, seed: int = 0, **tower: int) -> Any:
+def write_vision_folder(
+    path: Path, family: str, seed: int = 0, *, layers: int = 0, **tower: int
+) -> Any:
     """Write a random model of a family; return mlx-vlm's model of it.
 
     Args:
+        layers: how many the text part has, if not the usual number.
         tower: sizes of the tower, if not the usual ones.
     """
     path.mkdir(parents=True, exist_ok=True)
@@ -275,6 +278,8 @@ def write_vision_folder(path: Path, family: str, seed: int = 0, **tower: int) ->
     tokenizer = _tokenizer(special)
     config = {"model_type": family} | json.loads(json.dumps(config))
     config["vision_config"] |= tower
+    if layers:
+        config.get("text_config", config)["num_hidden_layers"] = layers
     at = special[special is _GEMMA_IMAGES]
     config["image_token_index"] = tokenizer.convert_tokens_to_ids(at)
     config["image_token_id"] = config["image_token_index"]

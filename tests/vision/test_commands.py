@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
+from tests.models.folders import write_folder
 
 from .folders import random_image, write_vision_folder
 
@@ -59,11 +60,21 @@ def test_a_chat_about_an_image(folder: Path) -> None:
         f"/save {folder / 'chat.json'}",
         "/image nothing",
     ]
-    shown = command(folder, "chat", "-m", "8", typed="\n".join(lines) + "\n")
+    words = ("chat", "-m", "8", "--load-vision")
+    shown = command(folder, *words, typed="\n".join(lines) + "\n")
     assert "60 x 40, with the next message" in shown.stderr
     assert "nothing: No such file" in shown.stderr
     messages = json.loads((folder / "chat.json").read_text())["messages"]
     assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
+
+
+def test_a_target_that_reads_text_only(tmp_path: Path) -> None:
+    """The option is dropped without a word, or the line names no option."""
+    write_folder(tmp_path)
+    words = ["chat", "--target", str(tmp_path), "--load-vision"]
+    shown = CliRunner().invoke(main, words, input="")
+    assert shown.exit_code != 0
+    assert "reads text only: leave --load-vision out" in shown.stderr
 
 
 def test_a_message_that_is_refused_loses_no_image(folder: Path) -> None:

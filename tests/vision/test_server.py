@@ -104,6 +104,24 @@ def test_messages(server: tuple[Running, str]) -> None:
     assert with_image.usage.input_tokens > without.usage.input_tokens
 
 
+def test_a_prompt_that_is_too_long_names_the_tokens_of_its_images(
+    server: tuple[Running, str],
+) -> None:
+    """A client that shortens its text shortens what is short already."""
+    parts: Any = [{"type": "image_url", "image_url": {"url": URL}}] * 2
+    turns: Any = [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "x" * 4096}]}
+    ]
+    message = r"prompt is too long: \d+ tokens > 4096 maximum; \d+ are of images"
+    with (
+        openai.OpenAI(base_url=f"{server[0].url}/v1", api_key="none") as client,
+        pytest.raises(openai.BadRequestError, match=message),
+    ):
+        client.chat.completions.create(
+            model=client.models.list().data[0].id, messages=turns, max_tokens=4
+        )
+
+
 #: A tab of headless Chromium.
 browser = test_page.browser
 

@@ -26,13 +26,21 @@ import pytest
 from transformers import AutoProcessor
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
-from specdec.errors import MemoryLimitError, PromptError
+from specdec.errors import (
+    ConfigError,
+    MemoryLimitError,
+    PromptError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from specdec.memory import RowNeeds
 from specdec.models import image_rows, vision
 from specdec.models.layers import arrays_of
 from specdec.models.loading import load
 from specdec.prompts.images import Image
 from tests.models.architectures import Guesses
+from tests.models.draft_heads import published
+from tests.models.draft_heads.mtp_checkpoints import head_arrays, make_parts
 from tests.plain import AT_ONCE, BEHIND
 
 from .folders import FAMILIES, random_image, write_vision_folder
@@ -212,6 +220,78 @@ def test_every_kind_of_draft_is_lossless(
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
         assert result.drafted > 0
+
+
+def write_drafting_head(path: Path, family: str, head: str) -> str:
+    """Write a target that sees and a random head for it; the draft's name."""
+    layers = 0 if head == "assistant" else published.LAYERS
+    write_vision_folder(path, family, layers=layers)
+    file = path / "model.safetensors"
+    stored: Any = mx.load(str(file))
+    for name, array in stored.items():
+        if name.endswith(("lm_head.weight", "embed_tokens.weight")):
+            array[1:4] *= 6  # the target and the head write few tokens, often the same
+    mx.save_safetensors(str(file), stored)
+    config = json.loads((path / "config.json").read_text())
+    text = config.get("text_config", config)
+    sizes = {"hidden_size": text["hidden_size"], "vocab_size": config["vocab_size"]}
+    if head.startswith("mtp"):
+        plain = load(str(path)).model
+        arrays = head_arrays(family, plain, make_parts(family, plain))
+        if head == "mtp beside":
+            file = path / "mtp.safetensors"
+        else:
+            arrays = {**stored, **arrays}
+        mx.save_safetensors(str(file), arrays)
+        return "mtp"
+    if head == "assistant":
+        draft = published.assistant_config(
+            sliding_window=12, num_global_key_value_heads=2,
+            vocab_size=sizes["vocab_size"],
+        )  # fmt: skip
+        draft["backbone_hidden_size"] = sizes["hidden_size"]
+    else:
+        draft = getattr(published, f"{head}_config")(**sizes)
+    written = path.with_name(f"{path.name}-{head}")
+    published.write_head(written, draft)
+    return str(written)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("qwen3_5", "mtp"),
+        ("qwen3_5", "mtp beside"),
+        ("qwen3_5", "dflash"),
+        ("qwen3_vl", "eagle"),
+        ("qwen3_vl", "dspark"),
+        ("qwen2_5_vl", "peagle"),
+        ("mistral3", "dflash"),
+        ("gemma3", "eagle"),
+        ("gemma4", "assistant"),
+        ("gemma4-large", "assistant"),
+    ],
+)
+def test_every_kind_of_head_is_lossless(family: str, head: str, tmp_path: Path) -> None:
+    """A head in the checkpoint is taken for the tower; or it reads another row."""
+    draft = write_drafting_head(tmp_path / "target", family, head)
+    params = SamplingParams(max_tokens=2 * MAX_TOKENS)
+    plain, alone, ragged = (
+        decoder_of(
+            tmp_path / "target", name, batch_size=batch, prefill_step_size=step,
+            num_draft_tokens=0 if name == "none" else 3, prefix_cache_memory=10**7,
+        )
+        for name, batch, step in (("none", 1, 512), (draft, 1, 512), (draft, 3, 5))
+    )  # fmt: skip
+    expected = [r.token_ids for r in plain.generate(PROMPTS, params)]
+    accepted = [r.accepted for r in alone.generate(PROMPTS, params)]
+    for _ in range(2):  # the second time from the prefix cache
+        results = ragged.generate(PROMPTS, params)
+        assert [r.token_ids for r in results] == expected
+        assert [r.accepted for r in results] == accepted
+        assert all(r.drafted > 0 for r in results)
+    # Others have an embedding or a vocabulary of their own, and agree too seldom.
+    assert any(accepted) or head in ("eagle", "peagle", "assistant")
 
 
 def test_a_cancelled_image_changes_no_other_row(folders: Callable[[str], Any]) -> None:
@@ -771,5 +851,67 @@ def test_an_image_that_passes_the_limit_is_refused(
     exact = preflight.plan.peak([RowNeeds(30, params)])
     tight = replace(preflight, limit=exact)
     tight.check(30, params)
-    with pytest.raises(MemoryLimitError):
+    with pytest.raises(MemoryLimitError, match=r"30 prompt tokens \(\d+ of images\)"):
         tight.check(30, params, image)
+
+
+def test_images_longer_than_the_context_are_refused_by_their_tokens(
+    folders: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line says to shorten a short text; or all images are prepared before."""
+    decoder = decoder_of(folders("qwen3_vl")[0], num_draft_tokens=0)
+    encoder: Any = decoder._target.images
+    tokens, counts = len(decoder._encode(said(WIDE, "a")).token_ids), []
+    image = encoder.count_of(WIDE)
+    usual = vision.ImageEncoder.count_of
+    monkeypatch.setattr(
+        vision.ImageEncoder, "count_of", lambda *a: counts.append(a) or usual(*a)
+    )
+    way = "shorten it, or send fewer or smaller images"
+    for prompt, context, begin in (
+        (said(WIDE, "a"), tokens - 1, f"it has {tokens} tokens ({image} of images)"),
+        (said(WIDE, WIDE, TALL, "a"), 2 * image - 1, f"it has {2 * image} tokens or "),
+    ):
+        counts.clear()
+        decoder.prompt_limit = replace(decoder.prompt_limit, context_length=context)
+        with pytest.raises(PromptTooLongError) as refused:
+            decoder._encode(prompt)
+        assert str(refused.value).startswith(begin)
+        assert str(refused.value).endswith(way)
+    assert len(counts) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tower_is_loaded_at_the_start_on_request(
+    folders: Callable[[str], Any], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first image waits for the weights all the same."""
+    folder, _ = folders(family)
+    params = SamplingParams(max_tokens=4)
+    later = decoder_of(folder, num_draft_tokens=0)
+    early = decoder_of(folder, num_draft_tokens=0, load_vision=True)
+    assert later._target.images is not None
+    assert later._target.images._tower is None
+    expected = later.generate(PROMPTS[:1], params)
+    monkeypatch.setattr(vision, "_load_tower", None)
+    monkeypatch.setattr(vision, "_mlx_vlm", None)
+    (result,) = early.generate(PROMPTS[:1], params)
+    assert result.token_ids == expected[0].token_ids
+
+
+def test_a_tower_that_cannot_be_loaded_at_the_start(
+    folders: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """The server starts, and refuses every image."""
+    from tests.models.folders import write_folder
+
+    write_folder(tmp_path / "text")
+    with pytest.raises(ConfigError, match="reads text only: leave load_vision out"):
+        decoder_of(tmp_path / "text", load_vision=True)
+    blind = tmp_path / "blind"
+    shutil.copytree(folders("mistral3")[0], blind)
+    arrays: Any = mx.load(str(blind / "model.safetensors"))
+    text = {k: v for k, v in arrays.items() if k.startswith("language_model.")}
+    mx.save_safetensors(str(blind / "model.safetensors"), text)
+    with pytest.raises(UnsupportedModelError, match="no weights of an image tower"):
+        decoder_of(blind, load_vision=True)
