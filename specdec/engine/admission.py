@@ -30,13 +30,16 @@ class Preflight:
     plan: MemoryPlan
     limit: int
 
-    def check_models(self) -> None:
+    def check_models(self, image_tokens: int = 0) -> None:
         """Refuse models that leave no room for the smallest request.
+
+        Args:
+            image_tokens: tokens of an image that comes with the models.
 
         Raises:
             MemoryLimitError: they do not fit; the message has both numbers.
         """
-        smallest = RowNeeds(1, SamplingParams(max_tokens=1))
+        smallest = RowNeeds(1, SamplingParams(max_tokens=1), image_tokens)
         needed, weights = self.plan.peak([smallest]), self.plan.weight_bytes
         if needed <= self.limit:
             return

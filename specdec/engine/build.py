@@ -17,7 +17,7 @@ from ..models.loaded import Described
 from ..models.loading import fetch_files
 from ..models.model_outline import outline, outline_draft
 from ..models.runner import ModelRunner
-from ..models.vision import ImageEncoder, image_encoder, no_images
+from ..models.vision import BLANK_TOKENS, ImageEncoder, image_encoder, no_images
 from ..parallel import Ranks, differing
 from ..prefix_cache.store import PrefixStore
 from ..spec_decode import (
@@ -169,7 +169,7 @@ def preflight_of(
         lookup_bytes=0 if ngram is None else ngram.nbytes(config.batch_size),
     )
     preflight = Preflight(plan, limit)
-    preflight.check_models()
+    preflight.check_models(BLANK_TOKENS if config.load_vision else 0)
     return preflight
 
 

@@ -87,8 +87,8 @@ _KEPT_BYTES = 64 * 2**20
 #: Images whose text and tokens are kept, and bytes of arguments of the tower: prompts
 #: that wait, were refused or are restored.
 _PREPARED, _ARGUMENT_BYTES = 1024, 256 * 2**20
-#: An image of a size that all processors take.
-_BLANK = Image(224, 224, bytes(3 * 224 * 224))
+#: An image of a size that all processors take, and its most tokens (Gemma 4's).
+_BLANK, BLANK_TOKENS = Image(224, 224, bytes(3 * 224 * 224)), 280
 #: Keys of a checkpoint that belong to the tower and the projector.
 _TOWER_KEY = re.compile("vision|visual|projector")
 #: Keys of a checkpoint that belong to the text part.

@@ -861,12 +861,15 @@ def test_images_longer_than_the_context_are_refused_by_their_tokens(
     """The line says to shorten a short text; or all images are prepared before."""
     decoder = decoder_of(folders("qwen3_vl")[0], num_draft_tokens=0)
     encoder: Any = decoder._target.images
-    tokens, counts = len(decoder._encode(said(WIDE, "a")).token_ids), []
+    tokens = len(decoder._encode(said(WIDE, "a")).token_ids)
     image = encoder.count_of(WIDE)
-    usual = vision.ImageEncoder.count_of
-    monkeypatch.setattr(
-        vision.ImageEncoder, "count_of", lambda *a: counts.append(a) or usual(*a)
-    )
+    usual, counts = vision.ImageEncoder.count_of, []
+
+    def count_of(self: Any, image: Image) -> int:
+        counts.append(image)
+        return usual(self, image)
+
+    monkeypatch.setattr(vision.ImageEncoder, "count_of", count_of)
     way = "shorten it, or send fewer or smaller images"
     for prompt, context, begin in (
         (said(WIDE, "a"), tokens - 1, f"it has {tokens} tokens ({image} of images)"),
@@ -915,3 +918,9 @@ def test_a_tower_that_cannot_be_loaded_at_the_start(
     mx.save_safetensors(str(blind / "model.safetensors"), text)
     with pytest.raises(UnsupportedModelError, match="no weights of an image tower"):
         decoder_of(blind, load_vision=True)
+    seeing = decoder_of(folders("mistral3")[0])
+    assert seeing._preflight is not None
+    needed = seeing._preflight.plan.peak([RowNeeds(1, SamplingParams(max_tokens=1))])
+    decoder_of(folders("mistral3")[0], memory_limit=needed)
+    with pytest.raises(MemoryLimitError, match="the models need"):
+        decoder_of(folders("mistral3")[0], memory_limit=needed, load_vision=True)
