@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from ..utils.child import Child
 from ..utils.data_files import json_text
 from ..utils.tables import text_table
 from . import options
-from .output import FAILURE, show
+from .interrupts import RequestsToEnd, concluding
+from .output import FAILURE, noted_if_slow, show, show_interrupted
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -26,15 +29,30 @@ _ISSUE = "Times from your machine"
 )
 @options.target()
 @options.dtype(help="Time the weights in this type. [default: as they are stored]")
+@options.positive(
+    "--seconds",
+    default=120,
+    help="End after N seconds, with what was timed by then.",
+)
 @click.option("--again", is_flag=True, help="Try kernels that were tried before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @options.quiet()
 def probe(
-    *, target: str | None, dtype: str | None, again: bool, as_json: bool, quiet: bool
+    *,
+    target: str | None,
+    dtype: str | None,
+    seconds: int,
+    again: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Time products with a target's matrices for 1 to 32 rows; loads no weights.
 
     The target has to be on this machine: a folder, or what hf download has fetched.
+
+    It takes two minutes at most, unless --seconds says otherwise; the first run on a
+    machine compiles kernels. Ctrl-C ends it earlier. Either way it prints what was
+    timed.
 
     On Metal this also proves and times kernels of ours, in a process of their own. A
     kernel that is right and clearly faster is used from then on; one that hangs or
@@ -44,39 +62,71 @@ def probe(
       hf download mlx-community/Qwen3-4B-4bit
       specdec probe --target mlx-community/Qwen3-4B-4bit
     """  # noqa: D301 - click's mark for lines to keep
-    from ..backend import defaults, describe
-    from ..model_names import short, target_name
-    from ..models.metal_kernels import matrices_of, subjects_of, trials
-    from ..models.model_outline import outline
+    end = time.monotonic() + seconds
+    child = Child("specdec.metal.trial", again=False)
+    click.get_current_context().call_on_close(child.close)
+    child.start()  # it imports MLX, as this process does
+    with noted_if_slow("importing MLX, and reading the target's shapes", quiet=quiet):
+        from ..backend import defaults, describe
+        from ..model_names import short, target_name
+        from ..models.metal_kernels import Trials, matrices_of, subjects_of
+        from ..models.model_outline import outline
 
-    name = target_name(target)
-    machine, ours = describe(), defaults().name == "metal"
-    model = outline(name, dtype=dtype).model
+        name = target_name(target)
+        machine, ours = describe(), defaults().name == "metal"
+        model = outline(name, dtype=dtype).model
     kinds = subjects_of(model, ours=ours)
     if not matrices_of(model):
         raise click.UsageError(f"{short(name)} has no matrices to time: only experts")
     results: list[Trial] = []
-    with Progress("kind", len(kinds), quiet=quiet) as progress:
-        progress.add(0, what="timing products")
-        for trial in trials(kinds, ours=ours, again=again):
-            results.append(trial)
-            progress.add(1, what="timing products")
-    if as_json:
-        show(
-            json_text(
-                {"target": name, "machine": machine, "trials": [*map(vars, results)]}
-            )
-        )
-    else:
-        show(report(short(name), machine, results, ours=ours))
+    number = sum(len(subject.rows) for subject, _ in kinds)
+
+    def conclude(why: str) -> None:
+        timed = sum(len(each.mlx) for each in results)
+        if as_json:
+            counts = {"timed": timed, "measurements": number}
+            facts = {"target": name, "machine": machine, **counts}
+            show(json_text({**facts, "trials": [*map(vars, results)]}))
+        else:
+            note = f"timed {timed} of {number} measurements{why}"
+            notes = [note] if timed < number else []
+            show(report(short(name), machine, results, notes, ours=ours))
+
+    def interrupted() -> None:
+        if results:
+            conclude("; interrupted")
+        show_interrupted()
+
+    with (
+        RequestsToEnd(),
+        concluding(interrupted),
+        Progress("measurement", number, quiet=quiet) as progress,
+    ):
+        progress.show(0, what="timing products")
+        for trial in Trials(child, end, ours=ours, again=again).of(kinds):
+            if trial not in results:
+                results.append(trial)
+            timed = sum(len(each.mlx) for each in results)
+            progress.show(timed, what=trial.name)
+    late = time.monotonic() >= end - 1
+    conclude(f"; the time of {seconds} seconds was up" if late else "")
     if not any(each.mlx for each in results):
         raise click.exceptions.Exit(FAILURE)
 
 
 def report(
-    name: str, machine: dict[str, str], results: Sequence[Trial], *, ours: bool
+    name: str,
+    machine: dict[str, str],
+    results: Sequence[Trial],
+    notes: Sequence[str] = (),
+    *,
+    ours: bool,
 ) -> str:
-    """A block to paste into an issue: the machine, times by rows, and what failed."""
+    """A block to paste into an issue: the machine, times by rows, and what failed.
+
+    Args:
+        notes: lines on the run as a whole.
+    """
     lines = [
         "```",
         f"specdec probe: {name}",
@@ -84,7 +134,10 @@ def report(
         "",
         _table(results),
     ]
-    lines += [f"{e.name}: {e.fault}" for e in results if e.fault]
+    for fault in dict.fromkeys(each.fault for each in results if each.fault):
+        names = "; ".join(each.name for each in results if each.fault == fault)
+        lines.append(f"{names}: {fault}")
+    lines += notes
     if ours:
         used = [e for e in results if e.used]
         lines += [f"{e.name}: used for {_ranges(e.used)} rows" for e in used]

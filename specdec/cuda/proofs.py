@@ -25,8 +25,8 @@ class Verdicts(Protocol):
     def get(self, name: str, /) -> bool | None:
         """The verdict of this process or an earlier one; ``None``: there is none."""
 
-    def put(self, name: str, verdict: bool, /) -> None:
-        """Keep a verdict."""
+    def put(self, name: str, verdict: bool | None, /) -> None:
+        """Keep a verdict; ``None``: forget it."""
 
 
 _kept: Verdicts | None = None
@@ -163,8 +163,8 @@ def kept(name: str) -> bool | None:
     return None if _kept is None else _kept.get(name)
 
 
-def keep(name: str, verdict: bool) -> None:
-    """Keep a verdict, if :func:`kept_in` says where."""
+def keep(name: str, verdict: bool | None) -> None:
+    """Keep a verdict, if :func:`kept_in` says where; ``None``: forget it."""
     if _kept is not None:
         _kept.put(name, verdict)
 

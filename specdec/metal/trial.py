@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -28,8 +28,7 @@ from .few_rows import Kind, faults, product
 _BYTES, _MOST_PRODUCTS, _SECONDS = 256 * 2**20, 64, 0.03
 # Layers of a chain; keys of a row for attention.
 _LAYERS, _COLUMNS = 16, 4096
-# How often each chain is timed, and the seconds after which it is not timed again.
-_TIMES, _PATIENCE = 5, 2.0
+_TIMES = 5  # how often each chain is timed at most
 _MEMORY = 2**48  # what a GPU maps is no measure of what a trial takes
 
 Product = Callable[[mx.array, Sequence[mx.array]], mx.array]
@@ -39,9 +38,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Time MLX's computation, and prove and time ours.
 
     Args:
-        request: ``rows`` to time, whether to try our kernel, ``ours``, and a matrix or
+        request: ``rows`` to time, the ``seconds`` after which a number of rows is not
+            timed again, whether to try our kernel, ``ours``, and a matrix or
             a layer: ``kind`` of :meth:`Kind.wire`, ``form`` of :func:`form_wire`, or
-            ``attention`` of :meth:`attention.Form.wire`.
+            ``attention`` of :meth:`attention.Form.wire`. Requests may have one number
+            of rows each: matrices and proofs are there until another kind comes.
 
     Returns:
         ``fault``: what is wrong with our kernel, or an empty text; ``mlx`` and
@@ -81,7 +82,7 @@ def try_form(request: dict[str, Any]) -> dict[str, Any]:
     if not form.known:
         return {"fault": "our kernel does not take this layer", "mlx": {}, "ours": {}}
     fault = ""
-    if request["ours"] and not gated_delta._agrees(form):
+    if request["ours"] and not _layer_agrees(form):
         fault = "results differ from mlx-lm's"
     hows: dict[str, Callable[..., Results]] = {
         "mlx": partial(reference, rule=gated_delta_kernel)
@@ -92,10 +93,11 @@ def try_form(request: dict[str, Any]) -> dict[str, Any]:
     for tokens in request["rows"]:
         drawn = gated_delta.drawn(form, 1, tokens)
         mx.eval(drawn)
-        took = _in_turns(
-            {n: partial(_layers, form, drawn, tokens, how) for n, how in hows.items()}
-        )
-        for name, seconds in took.items():
+        chains = {
+            n: partial(_layers, form, drawn, tokens, how) for n, how in hows.items()
+        }
+        _compile(chains)
+        for name, seconds in _in_turns(chains, request["seconds"]).items():
             times[name][tokens] = 1e3 * seconds / _LAYERS
     return {"fault": fault, "mlx": {}, "ours": {}, **times}
 
@@ -105,23 +107,35 @@ def try_attention(request: dict[str, Any]) -> dict[str, Any]:
     form = attention.Form.read(request["attention"])
     size, heads, pairs, dtype = form
     hows: dict[str, Callable[..., mx.array]] = {"mlx": _mlx_attention}
-    fault = attention.faults(form) if request["ours"] else ""
+    fault = _attention_faults(form) if request["ours"] else ""
     if request["ours"] and not fault:
         hows["ours"] = attention.attention
-    shape = 2, pairs, _COLUMNS, size
+    caches = _caches((2, pairs, _COLUMNS, size), dtype)
+    times: dict[str, dict[int, float]] = {"mlx": {}, "ours": {}}
+    for tokens in request["rows"]:
+        q = mx.random.normal((1, heads, tokens, size)).astype(dtype)
+        mx.eval(q)
+        some = {n: h for n, h in hows.items() if n == "mlx" or tokens > 1}
+        chains = {n: partial(_attended, how, q, caches) for n, how in some.items()}
+        _compile(chains)
+        for name, seconds in _in_turns(chains, request["seconds"]).items():
+            times[name][tokens] = 1e3 * seconds / _LAYERS
+    return {"fault": fault, **times}
+
+
+_attention_faults = lru_cache(1)(attention.faults)
+_layer_agrees = lru_cache(1)(gated_delta._agrees)
+
+
+@lru_cache(1)
+def _caches(shape: tuple[int, ...], dtype: mx.Dtype) -> list[mx.array]:
+    """Keys and values of a chain of layers, evaluated."""
     caches = [
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i in range(_LAYERS)
     ]
-    times: dict[str, dict[int, float]] = {"mlx": {}, "ours": {}}
-    for tokens in request["rows"]:
-        q = mx.random.normal((1, heads, tokens, size)).astype(dtype)
-        mx.eval(q, caches)
-        some = {n: h for n, h in hows.items() if n == "mlx" or tokens > 1}
-        chains = {n: partial(_attended, how, q, caches) for n, how in some.items()}
-        for name, seconds in _in_turns(chains).items():
-            times[name][tokens] = 1e3 * seconds / _LAYERS
-    return {"fault": fault, **times}
+    mx.eval(caches)
+    return caches
 
 
 def _mlx_attention(
@@ -155,16 +169,22 @@ def _layers(form: Form, drawn: Any, tokens: int, how: Callable[..., Results]) ->
     return time.perf_counter() - begin
 
 
-def _in_turns(chains: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The median seconds of chains that take turns."""
+def _compile(chains: Mapping[str, Callable[[], float]]) -> None:
+    """Run each once: kernels are compiled, and CUDA's graphs built."""
+    for chain in chains.values():
+        chain()
+
+
+def _in_turns(
+    chains: Mapping[str, Callable[[], float]], patience: float
+) -> dict[str, float]:
+    """The median seconds of chains that take turns, the last begun within patience."""
     seconds: dict[str, list[float]] = {name: [] for name in chains}
     begin = time.perf_counter()
-    for turn in range(_TIMES + 1):
+    for _ in range(_TIMES):
         for name, chain in chains.items():
-            took = chain()
-            if turn:  # before, kernels are compiled
-                seconds[name].append(took)
-        if turn and time.perf_counter() - begin > _PATIENCE:
+            seconds[name].append(chain())
+        if time.perf_counter() - begin > patience:
             break
     return {name: median(each) for name, each in seconds.items()}
 
@@ -178,7 +198,8 @@ def try_kind(request: dict[str, Any]) -> dict[str, Any]:
         fault = faults(kind, [n for n in rows if n <= 16])
         if not fault:
             timed["ours"] = partial(_by_ours, kind)
-    return {"fault": fault, "mlx": {}, "ours": {}, **_times(kind, rows, timed)}
+    times = _times(kind, rows, timed, request["seconds"])
+    return {"fault": fault, "mlx": {}, "ours": {}, **times}
 
 
 def _by_mlx(kind: Kind, x: mx.array, packed: Sequence[mx.array]) -> mx.array:
@@ -194,28 +215,44 @@ def _by_ours(kind: Kind, x: mx.array, packed: Sequence[mx.array]) -> mx.array:
 
 
 def _times(
-    kind: Kind, rows: Sequence[int], timed: dict[str, Product]
+    kind: Kind, rows: Sequence[int], timed: dict[str, Product], patience: float
 ) -> dict[str, dict[int, float]]:
     """Milliseconds of a product, by product and number of rows.
 
     Medians of chains of dependent products, which take turns.
     """
-    matrices = [_matrix(kind, 0)]
-    bytes_each = sum(array.nbytes for array in matrices[0])
-    once = _chain(timed["mlx"], matrices, 1, _input(kind, 1))
-    once()
-    length = max(1, min(_MOST_PRODUCTS, int(_SECONDS / max(once(), 1e-6))))
-    for i in range(1, min(length, -(-_BYTES // bytes_each))):
-        matrices.append(_matrix(kind, i))
+    matrices = _matrices(kind)
     times: dict[str, dict[int, float]] = {name: {} for name in timed}
     for number in rows:
         x = _input(kind, number)
         # One row, and more than 16, are MLX's.
         some = {n: p for n, p in timed.items() if n == "mlx" or 1 < number <= 16}
+        once = {n: _chain(p, matrices, 1, x) for n, p in some.items()}
+        _compile(once)
+        length = _length(once["mlx"])
         chains = {n: _chain(p, matrices, length, x) for n, p in some.items()}
-        for name, seconds in _in_turns(chains).items():
+        if length > 1:
+            _compile(chains)
+        for name, seconds in _in_turns(chains, patience).items():
             times[name][number] = 1e3 * seconds / length
     return times
+
+
+@lru_cache(1)
+def _matrices(kind: Kind) -> list[Sequence[mx.array]]:
+    """The matrices of a chain."""
+    matrices = [_matrix(kind, 0)]
+    bytes_each = sum(array.nbytes for array in matrices[0])
+    once = _chain(partial(_by_mlx, kind), matrices, 1, _input(kind, 1))
+    once()  # kernels are compiled
+    for i in range(1, min(_length(once), -(-_BYTES // bytes_each))):
+        matrices.append(_matrix(kind, i))
+    return matrices
+
+
+def _length(once: Callable[[], float]) -> int:
+    """How many products a chain has; ``once`` computes one, and returns the seconds."""
+    return max(1, min(_MOST_PRODUCTS, int(_SECONDS / max(once(), 1e-6))))
 
 
 def _input(kind: Kind, rows: int) -> mx.array:

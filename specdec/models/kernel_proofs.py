@@ -50,8 +50,8 @@ class KeptProofs:
         verdict = self._entry().get(name)
         return verdict if isinstance(verdict, bool) else None
 
-    def put(self, name: str, verdict: bool) -> None:
-        """Keep what was found for this name."""
+    def put(self, name: str, verdict: bool | None) -> None:
+        """Keep what was found for this name; ``None``: forget it."""
         self._file.save(self._key, self._entry() | {name: verdict})
 
     def _entry(self) -> dict[str, Any]:

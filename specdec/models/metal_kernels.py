@@ -2,14 +2,16 @@
 
 A trial runs in a child process with a time limit. Before it begins, its verdict is kept
 as "off". So a trial that crashes, hangs or takes the machine down has said no, and is
-not repeated.
+not repeated. A trial that the time or the user ended has said nothing.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +35,15 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 24, 32)
 TOKENS = gated_delta.TILE
 # A kernel is used if it is faster by this factor for each timed number of rows.
 MARGIN = 1.15
-# The most seconds of a trial. One takes some 10 on a GPU, more on a CPU.
-_SECONDS = 240.0
+# The most seconds of one number of rows, once kernels are compiled, and the fewest that
+# are left to time any.
+_MOST_SECONDS, _FEWEST_SECONDS = 2.0, 0.1
+# Our kernel has hung if one number of rows takes a quarter of the time left, and at
+# least these seconds. With less time left it is not tried.
+_HANGS_SECONDS = 15.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Trial:
     """What was found about products with one kind of matrix, or one kind of layer.
 
@@ -166,7 +172,9 @@ def subjects_of(
             compared with MLX's operations.
         rows: the numbers of rows to time.
     """
-    subjects = [(_of_matrix(k, rows), n) for k, n in matrices_of(model).items()]
+    # An output layer, which takes longest, comes last.
+    kinds = sorted(matrices_of(model).items(), key=lambda e: e[0].columns * e[0].length)
+    subjects = [(_of_matrix(k, rows), n) for k, n in kinds]
     if ours:
         heads = attention_of(model).items()
         subjects += [(_of_attention(f, rows), n) for f, n in heads if f.known]
@@ -174,56 +182,123 @@ def subjects_of(
     return subjects
 
 
-def trials(
-    subjects: Sequence[tuple[Subject, int]], *, ours: bool, again: bool = False
-) -> Iterator[Trial]:
-    """Time MLX's computations, and try our kernels that were not tried before.
+class _EndError(Exception):
+    """The time is up, or no process can time anything."""
+
+
+class Trials:
+    """Times MLX's computations, and tries our kernels that were not tried before.
 
     Args:
+        child: runs :mod:`..metal.trial`; it is killed if the time is up.
+        end: of :func:`time.monotonic`; what is not timed by then is left out.
         ours: whether this machine can run our kernels.
         again: try them even if they were tried before.
     """
-    child = Child("specdec.metal.trial", again=False)
-    try:
-        for subject, layers in subjects:
-            with kept_proofs():
-                yield _try(child, subject, layers, ours=ours, again=again)
-    finally:
-        child.kill()
-        child.close()
 
+    def __init__(self, child: Child, end: float, *, ours: bool, again: bool = False):
+        self._child, self._end = child, end
+        self._ours, self._again = ours, again
+        self._answers = False  # whether the child's process has answered
+        self._unsafe: set[str] = set()  # kernels that have hung or crashed
 
-def _try(
-    child: Child, subject: Subject, layers: int, *, ours: bool, again: bool
-) -> Trial:
-    verdicts = subject.verdicts if ours else {}
-    new = any(proofs.kept(name) is None for name in verdicts.values())
-    tries = bool(verdicts) and (again or new)
-    if tries:
-        for name in verdicts.values():
-            proofs.keep(name, False)
-    fault, answer = "", None
-    for with_ours in (True, False) if tries else (False,):
-        request = {**subject.request, "rows": subject.rows, "ours": with_ours}
+    def of(self, subjects: Sequence[tuple[Subject, int]]) -> Iterator[Trial]:
+        """Yield each trial as it begins, and again after each number of rows."""
+        # Whatever hangs, and wherever it does, ends with the time.
+        timer = threading.Timer(self._seconds, self._child.kill)
+        timer.daemon = True
+        timer.start()
         try:
-            answer = child.ask(request, _SECONDS)
-            break
+            with kept_proofs():
+                # New kernels come first: a second run goes on where the time was up.
+                order = sorted(subjects, key=lambda each: not self._is_new(each[0]))
+                left = sum(len(subject.rows) for subject, _ in order)
+                for subject, layers in order:
+                    yield from self._try(subject, Trial(subject.name, layers), left)
+                    left -= len(subject.rows)
+        except _EndError:
+            return
+        finally:
+            timer.cancel()
+
+    @property
+    def _seconds(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def _is_new(self, subject: Subject) -> bool:
+        names = subject.verdicts.values() if self._ours else ()
+        return any(self._again or proofs.kept(name) is None for name in names)
+
+    def _try(self, subject: Subject, trial: Trial, left: int) -> Iterator[Trial]:
+        """Time each number of rows; ``left``: so many measurements share the time."""
+        kept = {name: proofs.kept(name) for name in subject.verdicts.values()}
+        (kernel,) = subject.request
+        tries = self._is_new(subject)
+        if tries and kernel in self._unsafe:
+            tries, trial.fault = False, "our kernel is not tried here after that"
+        elif tries and self._seconds <= _HANGS_SECONDS:
+            tries, trial.fault = False, "too little time is left to try our kernel"
+        elif self._ours and kept and not tries and not subject.used:
+            trial.fault = (
+                "our kernel was tried before, and is off (--again tries it again)"
+            )
+        for name in kept if tries else ():
+            proofs.keep(name, False)
+        yield trial
+        right = tries
+        try:
+            for done, number in enumerate(subject.rows):
+                share = min(_MOST_SECONDS, self._seconds / (left - done))
+                request = {**subject.request, "rows": [number], "seconds": share}
+                right = right and self._time(trial, request, ours=True)
+                if number in trial.mlx or self._time(trial, request, ours=False):
+                    yield trial
+                else:
+                    break
+        finally:
+            if tries and not right:
+                trial.ours = {}
+            elif tries:
+                self._judge(subject, trial, kept)
+            trial.used = subject.used if self._ours else ()
+
+    def _time(self, trial: Trial, request: dict[str, Any], *, ours: bool) -> bool:
+        """Add a measurement to the trial; ``False``: there is none, or a fault."""
+        left = self._seconds
+        limit = min(left, max(_HANGS_SECONDS, left / 4)) if ours else left
+        try:
+            if left < _FEWEST_SECONDS:
+                raise _EndError
+            answer = self._child.ask(request | {"ours": ours}, limit)
         except ChildError as error:
-            fault = fault or str(error)
-    if answer is None:
-        return Trial(subject.name, layers, fault=fault)
-    by_mlx, by_ours = (
-        {int(number): ms for number, ms in answer[name].items()}
-        for name in ("mlx", "ours")
-    )
-    for (low, high), name in verdicts.items() if by_ours else ():
-        gains = [by_mlx[n] / ms for n, ms in by_ours.items() if low <= n <= high]
-        proofs.keep(name, bool(gains) and min(gains) >= MARGIN)
-    used = subject.used if ours else ()
-    fault = fault or answer["fault"]
-    if verdicts and not tries and not used:
-        fault = "our kernel was tried before, and is off (--again tries it again)"
-    return Trial(subject.name, layers, by_mlx, by_ours, fault, used)
+            if self._seconds < _FEWEST_SECONDS:
+                raise _EndError from error
+            trial.fault = trial.fault or str(error)
+            if error.kind in ("error", "memory"):
+                return False
+            if ours:
+                self._unsafe.update(request.keys() & {"kind", "attention", "form"})
+            elif not self._answers:
+                raise _EndError from error
+            self._answers = False
+            return False
+        self._answers = True
+        for name, times in (("mlx", trial.mlx), ("ours", trial.ours)):
+            times.update({int(number): ms for number, ms in answer[name].items()})
+        trial.fault = trial.fault or answer["fault"]
+        return not answer["fault"]
+
+    def _judge(
+        self, subject: Subject, trial: Trial, kept: Mapping[str, bool | None]
+    ) -> None:
+        """Keep which ranges of rows are faster; of others, what was kept before."""
+        for (low, high), name in subject.verdicts.items():
+            rows = [n for n in subject.rows if low <= n <= high]
+            verdict = kept[name]
+            if all(n in trial.ours for n in rows):
+                gains = [trial.mlx[n] / trial.ours[n] for n in rows]
+                verdict = bool(gains) and min(gains) >= MARGIN
+            proofs.keep(name, verdict)
 
 
 def take_kernels(model: nn.Module) -> None:

@@ -24,6 +24,8 @@ from typing import Any, Literal
 
 #: Additional seconds for a child's start: it takes one or two, or many if busy.
 _START_SECONDS = 60
+# The most seconds to wait for the end of a process that was killed.
+_STOP_SECONDS = 5
 
 
 def module_process(
@@ -165,7 +167,8 @@ class Child:
         if process is None or self._owner != os.getpid():  # a fork's
             return
         process.kill()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a device may keep it for long
+            process.wait(_STOP_SECONDS)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from click.testing import Result
 from specdec.backend import _DEFAULTS
 from specdec.models import metal_kernels
 from specdec.models.metal_kernels import Trial
+from specdec.utils.child import Child
 from tests.models.folders import write_folder
 
 Specdec = Callable[..., Result]
@@ -31,10 +35,10 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """What a machine answers; empty: this one is asked."""
     results: list[Trial] = []
 
-    def trials(kinds: Any, *, ours: bool, again: bool) -> Iterator[Trial]:
+    def of(self: Any, subjects: Any) -> Iterator[Trial]:
         yield from results
 
-    monkeypatch.setattr(metal_kernels, "trials", trials)
+    monkeypatch.setattr(metal_kernels.Trials, "of", of)
     return results
 
 
@@ -92,8 +96,46 @@ def test_nothing_could_be_timed(
     folder: Path, specdec: Specdec, trials: list[Trial]
 ) -> None:
     """The block says why, and scripts see that it failed."""
-    for name in (NAME, OTHER):
+    for name, names in ((NAME, NAME), (OTHER, f"{NAME}; {OTHER}")):
         trials.append(Trial(name, 4, fault="its process ended (-11)"))
         result = specdec("probe", "--target", str(folder), "--quiet")
         assert (result.exit_code, result.stderr) == (1, "")
-        assert f"{name}: its process ended (-11)" in result.stdout
+        assert f"\n{names}: its process ended (-11)\n" in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_prints_what_was_timed(
+    folder: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Minutes of timing would be lost, or the block cut in half."""
+
+    def of(self: Any, subjects: Any) -> Iterator[Trial]:
+        trial = Trial(NAME, 4)
+        yield trial
+        trial.mlx[1] = 0.2
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(metal_kernels.Trials, "of", of)
+    result = specdec("probe", "--target", str(folder), "--quiet")
+    assert (result.exit_code, result.stderr) == (130, "specdec: interrupted\n")
+    assert result.stdout.startswith("```\n")
+    assert result.stdout.endswith("```\n")
+    assert "0.200" in result.stdout
+    assert re.search(r"\ntimed 1 of \d+ measurements; interrupted\n", result.stdout)
+
+
+def test_the_time_is_up(
+    folder: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine whose child never answers ends in time, and says why."""
+    ask = Child.ask
+
+    def hang(self: Any, *request: Any) -> Any:
+        os.kill(self._process.pid, signal.SIGSTOP)
+        return ask(self, *request)
+
+    monkeypatch.setattr(Child, "ask", hang)
+    result = specdec("probe", "--target", str(folder), "--quiet", "--seconds", "3")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "timed 0 of " in result.stdout
+    assert "the time of 3 seconds was up" in result.stdout

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +28,13 @@ from specdec.models import kernel_proofs, metal_kernels
 from specdec.models.kernel_proofs import kept_proofs
 from specdec.models.metal_kernels import (
     ROWS,
+    Trials,
     matrices_of,
     subjects_of,
     take_kernels,
-    trials,
 )
 from specdec.models.precision import cast, quantized_copy
-from specdec.utils.child import ChildError
+from specdec.utils.child import Child, ChildError
 from tests.cuda.emulation.cuda import emulated, needs_compiler
 from tests.cuda.test_gated_delta import HALF
 from tests.metal.emulation import metal_kernel
@@ -51,39 +56,45 @@ class FakeChild:
     """Answers as a machine whose kernel takes a share of MLX's time would."""
 
     #: How a trial of our kernel ends: its share of MLX's times by number of rows, a
-    #: fault, or the child's end.
+    #: fault, the child's end, or an interrupt; and what MLX's products end with.
     ours: Any = "it is wrong"
-    requests: list[dict[str, Any]]
+    mlx: BaseException | None = None
+    #: Seconds that pass while it answers.
+    takes = 0.0
 
-    def __init__(self, module: str, *, again: bool):
-        assert not again
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.now = 0.0
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        type(self).requests.append(request)
-        mlx = {str(n): float(n) for n in request["rows"]}
-        answer: dict[str, Any] = {"fault": "", "mlx": mlx, "ours": {}}
+        self.requests.append(request)
+        self.now += self.takes
+        (number,) = request["rows"]
+        answer: dict[str, Any] = {"fault": "", "mlx": {str(number): float(number)}}
+        answer["ours"] = {}
+        if not request["ours"] and self.mlx is not None:
+            raise self.mlx
         if request["ours"]:
             # The machine may go down now.
-            assert used() == ()
-            assert proofs.kept(verdict(KIND, (2, 4))) is False
-            if isinstance(self.ours, ChildError):
+            kind = Kind.read(request["kind"])
+            with kept_proofs():
+                assert proofs.kept(verdict(kind, (2, 4))) is False
+            if isinstance(self.ours, BaseException):
                 raise self.ours
             if isinstance(self.ours, str):
                 return answer | {"fault": self.ours}
-            times = {n: n * type(self).ours(n) for n in request["rows"] if 1 < n <= 16}
-            answer["ours"] = {str(n): ms for n, ms in times.items()}
+            if 1 < number <= 16:
+                answer["ours"] = {str(number): number * self.ours(number)}
         return answer
 
     def kill(self) -> None: ...
 
-    def close(self) -> None: ...
-
 
 @pytest.fixture
-def child(monkeypatch: pytest.MonkeyPatch) -> type[FakeChild]:
-    monkeypatch.setattr(metal_kernels, "Child", FakeChild)
-    monkeypatch.setattr(FakeChild, "requests", [], raising=False)
-    return FakeChild
+def child(monkeypatch: pytest.MonkeyPatch) -> FakeChild:
+    child = FakeChild()
+    monkeypatch.setattr(time, "monotonic", lambda: child.now)
+    return child
 
 
 def used() -> tuple[int, ...]:
@@ -95,54 +106,132 @@ def verdict(kind: Kind, band: tuple[int, int]) -> str:
     return metal_kernels._of_matrix(kind).verdicts[band]
 
 
-def probe(**how: Any) -> metal_kernels.Trial:
-    layer = nn.QuantizedLinear(64, 40, bias=False, group_size=32, bits=4)
-    ours, rows = how.pop("ours", True), how.pop("rows", ROWS)
-    subjects = subjects_of(nn.Sequential(layer), ours=ours, rows=rows)
-    (found,) = trials(subjects, ours=ours, **how)
-    return found
+def layer(columns: int = 40) -> nn.QuantizedLinear:
+    return nn.QuantizedLinear(64, columns, bias=False, group_size=32, bits=4)
 
 
-def test_a_kernel_is_used_where_it_is_faster(child: type[FakeChild]) -> None:
+def probe(
+    child: Any,
+    *layers: nn.Module,
+    ours: bool = True,
+    again: bool = False,
+    rows: Sequence[int] = ROWS,
+    seconds: float = 1e3,
+) -> list[metal_kernels.Trial]:
+    """What was found when it ended, or was interrupted."""
+    model = nn.Sequential(*layers or [layer()])
+    subjects = subjects_of(model, ours=ours, rows=rows)
+    end = time.monotonic() + seconds
+    results: list[metal_kernels.Trial] = []
+    with suppress(KeyboardInterrupt):
+        for trial in Trials(child, end, ours=ours, again=again).of(subjects):
+            results += [trial] * (trial not in results)
+    return results
+
+
+def test_a_kernel_is_used_where_it_is_faster(child: FakeChild) -> None:
     """Not in a band of rows in which one number is slower."""
-    child.ours = staticmethod(lambda rows: 1.2 if rows == 3 else 0.5)
-    found = probe()
+    child.ours = lambda rows: 1.2 if rows == 3 else 0.5
+    (found,) = probe(child)
     assert found.used == tuple(range(5, 17))
     assert (found.fault, found.mlx[32], found.ours[16]) == ("", 32.0, 8.0)
     assert used() == tuple(range(5, 17))
-    child.ours = staticmethod(lambda rows: 0.9)
-    assert probe().used == found.used  # kept, not tried again
-    assert [request["ours"] for request in child.requests] == [True, False]
-    assert probe(again=True).used == ()
+    child.ours = lambda rows: 0.9
+    child.requests.clear()
+    assert probe(child)[0].used == found.used  # kept, not tried again
+    assert not any(request["ours"] for request in child.requests)
+    assert probe(child, again=True)[0].used == ()
     assert used() == ()
 
 
 @pytest.mark.parametrize(
     "end",
     [
-        ChildError("late", "it takes longer than 240 seconds"),
+        ChildError("late", "it takes longer than 30 seconds"),
         ChildError("ended", "its process ended (-6)"),
         "3 rows are off by 1.0e+00",
     ],
 )
 def test_what_hangs_crashes_or_is_wrong_is_off_and_not_repeated(
-    child: type[FakeChild], end: ChildError | str
+    child: FakeChild, end: ChildError | str
 ) -> None:
-    """A GPU that hung once would hang with each start."""
+    """A GPU that hung once would hang with each start, and with each number of rows."""
     child.ours = end
-    found = probe()
+    (found,) = probe(child)
     assert found.fault == str(end)
     assert found.used == ()
     assert set(found.mlx) == set(ROWS)  # MLX's products are timed all the same
-    child.ours = staticmethod(lambda rows: 0.1)
-    again = probe()
+    assert sum(request["ours"] for request in child.requests) == 1
+    child.ours = lambda rows: 0.1
+    (again,) = probe(child)
     assert (again.used, used()) == ((), ())
     assert "tried before" in again.fault
     assert not child.requests[-1]["ours"]
 
 
-def test_a_machine_without_metal_times_mlx_s_products(child: type[FakeChild]) -> None:
-    assert probe(ours=False).fault == ""
+def test_a_kernel_that_crashed_is_not_tried_with_another_kind(child: FakeChild) -> None:
+    """Each crash would cost a process, of which each imports MLX anew."""
+    child.ours = ChildError("ended", "its process ended (-6)")
+    first, second = probe(child, layer(), layer(48))
+    assert sum(request["ours"] for request in child.requests) == 1
+    assert (first.fault, set(second.mlx)) == ("its process ended (-6)", set(ROWS))
+    assert "not tried" in second.fault
+    child.ours = lambda rows: 0.5
+    later, before = probe(child, layer(), layer(48))  # new ones first
+    assert later.name == second.name
+    assert later.used == tuple(range(2, 17))
+    assert "tried before" in before.fault
+
+
+def test_a_process_that_cannot_time_mlx_is_reported_once(child: FakeChild) -> None:
+    """Each kind would wait for another process that ends."""
+    child.mlx = ChildError("ended", "its process ended (-11)")
+    (found,) = probe(child, layer(), layer(48), ours=False)
+    assert (found.fault, found.mlx) == ("its process ended (-11)", {})
+    assert len(child.requests) == 1
+
+
+def test_the_time_ends_all_and_keeps_what_was_timed(child: FakeChild) -> None:
+    child.takes = 1.0
+    (found,) = probe(child, layer(), layer(48), ours=False, seconds=5)
+    assert sorted(found.mlx) == sorted(ROWS)[:5]
+    assert found.fault == ""
+
+
+def test_the_time_is_shared(child: FakeChild) -> None:
+    """Large matrices of a slow machine would take the time of all others."""
+    probe(child, layer(), layer(48), ours=False, seconds=26)
+    assert child.requests[0]["seconds"] == pytest.approx(1)
+    assert child.requests[-1]["seconds"] == 2.0  # nothing took its share
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_a_trial_that_was_cut_is_tried_again(child: FakeChild, interrupt: bool) -> None:
+    """The kernel would be off for good, although nothing is wrong with it."""
+
+    def ours(rows: int) -> float:
+        if rows == 6 and interrupt:
+            raise KeyboardInterrupt
+        return 0.5
+
+    child.ours, child.takes = ours, 0.0 if interrupt else 3.0
+    (found,) = probe(child, seconds=1e3 if interrupt else 16)
+    assert 5 in found.mlx
+    assert 9 not in found.mlx
+    assert found.used == used() == (2, 3, 4)  # that range is timed
+    child.ours, child.takes = lambda rows: 0.5, 0.0
+    assert probe(child)[0].used == tuple(range(2, 17))
+
+
+def test_a_kernel_is_not_tried_if_a_hang_could_not_be_told(child: FakeChild) -> None:
+    (found,) = probe(child, seconds=10)
+    assert set(found.mlx) == set(ROWS)
+    assert "too little time" in found.fault
+    assert not any(request["ours"] for request in child.requests)
+
+
+def test_a_machine_without_metal_times_mlx_s_products(child: FakeChild) -> None:
+    assert probe(child, ours=False)[0].fault == ""
     assert not child.requests[-1]["ours"]
     with kept_proofs():
         assert proofs.kept(verdict(KIND, (2, 4))) is None
@@ -151,11 +240,23 @@ def test_a_machine_without_metal_times_mlx_s_products(child: type[FakeChild]) ->
 @pytest.mark.skipif(mx.metal.is_available(), reason="there the trial is real")
 def test_a_process_of_its_own_fails_alone() -> None:
     """Here MLX has no Metal: the trial says so, and MLX's products are timed."""
-    found = probe(rows=(1, 2))
+    child = Child("specdec.metal.trial", again=False)
+    (found,) = probe(child, rows=(1, 2))
+    child.close()
     assert "Metal" in found.fault
     assert sorted(found.mlx) == [1, 2]
     assert all(ms > 0 for ms in found.mlx.values())
     assert used() == ()
+
+
+def test_a_process_that_hangs_ends_with_the_time() -> None:
+    """Wherever it hangs: here while it is imported."""
+    child = Child("specdec.metal.trial", again=False)
+    stopped = subprocess.Popen(["sleep", "600"], stdin=-1, stdout=-1)
+    child._process, child._owner = stopped, os.getpid()
+    assert probe(child, seconds=1)[0].mlx == {}
+    child.close()
+    assert stopped.wait() == -signal.SIGKILL
 
 
 @needs_compiler
@@ -163,6 +264,7 @@ def test_a_process_of_its_own_fails_alone() -> None:
 def test_a_trial_proves_and_times(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_MOST_PRODUCTS", 2)
     request = {"kind": kind.wire(), "rows": [1, 2, 9, 20], "ours": bool(kind.bits)}
+    request |= {"seconds": 1}
     for _ in emulated(monkeypatch, few_rows._kernel, metal_kernel=metal_kernel):
         found = trial.answer(request)
     assert found["fault"] == ""
@@ -180,6 +282,7 @@ def test_a_trial_proves_and_times_a_gated_delta_layer(
     monkeypatch.setattr(trial, "gated_delta_kernel", gated_delta_ops)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     request = {"form": trial.form_wire(HALF), "rows": [1, 3], "ours": ours}
+    request |= {"seconds": 1}
     request = json.loads(json.dumps(request))
     for _ in emulated(monkeypatch, gated_delta._kernel, metal_kernel=metal_kernel):
         found = trial.answer(request)
@@ -198,6 +301,7 @@ def test_a_trial_proves_and_times_attention(
     monkeypatch.setattr(attention, "SPAN", 96)
     form = attention.Form(64, 2, 1, mx.float32)
     request = {"attention": form.wire(), "rows": [1, 3], "ours": ours}
+    request |= {"seconds": 1}
     for _ in emulated(monkeypatch, attention._kernel, metal_kernel=metal_kernel):
         found = trial.answer(json.loads(json.dumps(request)))
     assert found["fault"] == ""
@@ -260,6 +364,7 @@ def test_a_trial_of_a_wrong_kernel_is_not_timed(
     right = few_rows.product
     monkeypatch.setattr(few_rows, "product", lambda *a, **k: right(*a, **k) * 1.01)
     request = {"kind": KIND.wire(), "rows": [1, 2], "ours": True}
+    request |= {"seconds": 1}
     for _ in emulated(monkeypatch, few_rows._kernel, metal_kernel=metal_kernel):
         found = trial.answer(request)
     assert "off by" in found["fault"]
