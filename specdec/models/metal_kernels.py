@@ -235,7 +235,10 @@ class Trials:
         (kernel,) = subject.request
         tries = self._is_new(subject)
         if tries and kernel in self._unsafe:
-            tries, trial.fault = False, "our kernel is not tried here after that"
+            tries, trial.fault = (
+                False,
+                "our kernel has ended a process, so it is not tried here",
+            )
         elif tries and self._seconds <= _HANGS_SECONDS:
             tries, trial.fault = False, "too little time is left to try our kernel"
         elif self._ours and kept and not tries and not subject.used:
