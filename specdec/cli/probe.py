@@ -125,14 +125,14 @@ def report(
     """A block to paste into an issue: the machine, times by rows, and what failed.
 
     Args:
-        notes: lines on the run as a whole.
+        notes: lines on what is missing; then the table has no line for all layers.
     """
     lines = [
         "```",
         f"specdec probe: {name}",
         ", ".join(f"{key} {value}" for key, value in machine.items() if value),
         "",
-        _table(results),
+        _table(results, total=not notes),
     ]
     for fault in dict.fromkeys(each.fault for each in results if each.fault):
         names = "; ".join(each.name for each in results if each.fault == fault)
@@ -152,7 +152,7 @@ def report(
     return "\n".join(lines)
 
 
-def _table(results: Sequence[Trial]) -> str:
+def _table(results: Sequence[Trial], *, total: bool) -> str:
     """Milliseconds of one row, and how many times as long more rows take."""
     rows = sorted({number for each in results for number in each.mlx})
     lines: list[list[str]] = [["matrix", "layers", "by", "ms", *map(str, rows[1:])]]
@@ -166,12 +166,12 @@ def _table(results: Sequence[Trial]) -> str:
             first = f"{one:.3f}" if by == "MLX" else ""
             lines.append([*head, by, first, *relative])
     timed = [each for each in results if rows and each.mlx.keys() == set(rows)]
-    if len(timed) > 1:
+    if total and len(timed) > 1:
         whole = {n: sum(e.layers * e.mlx[n] for e in timed) for n in rows}
         one = whole[rows[0]]
         relative = (f"{whole[n] / one:.2f}" for n in rows[1:])
-        total = str(sum(e.layers for e in timed))
-        lines.append(["all", f"x{total}", "MLX", f"{one:.3f}", *relative])
+        layers = sum(e.layers for e in timed)
+        lines.append(["all", f"x{layers}", "MLX", f"{one:.3f}", *relative])
     return text_table(lines, align="right")
 
 

@@ -65,6 +65,7 @@ def test_a_machine_with_metal(
     folder: Path, specdec: Specdec, trials: list[Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.backend.defaults", lambda: _DEFAULTS["metal"])
+    monkeypatch.setattr(metal_kernels, "subjects_of", lambda *a, **k: [])
     mlx = {1: 0.2, 2: 0.2, 9: 0.8}
     ours = {2: 0.3, 9: 0.4}
     trials += [
@@ -107,11 +108,11 @@ def test_nothing_could_be_timed(
 def test_an_interrupt_prints_what_was_timed(
     folder: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Minutes of timing would be lost, or the block cut in half."""
+    """Minutes of timing would be lost, or a sum of some layers be that of all."""
 
     def of(self: Any, subjects: Any) -> Iterator[Trial]:
-        trial = Trial(NAME, 4)
-        yield trial
+        yield Trial(OTHER, 2, {1: 0.3})
+        yield (trial := Trial(NAME, 4))
         trial.mlx[1] = 0.2
         signal.raise_signal(number)
 
@@ -121,7 +122,8 @@ def test_an_interrupt_prints_what_was_timed(
     assert result.stdout.startswith("```\n")
     assert result.stdout.endswith("```\n")
     assert "0.200" in result.stdout
-    assert re.search(r"\ntimed 1 of \d+ measurements; interrupted\n", result.stdout)
+    assert "\nall " not in result.stdout
+    assert re.search(r"\ntimed 2 of \d+ measurements; interrupted\n", result.stdout)
 
 
 def test_the_time_is_up(
