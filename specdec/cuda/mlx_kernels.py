@@ -109,8 +109,8 @@ def compiled_beside(dtype: mx.Dtype | None) -> Iterator[list[Callable[[], None]]
     if folder is None or name is None or not isinstance(free, int) or free < _FREE:
         yield []
         return
-    # Whatever a process came to, MLX compiles in this one what it still needs. So no
-    # later one tries again.
+    # Where a process fails, MLX compiles in this one what is missing. So it is marked
+    # too, and no later one tries again.
     marks = {each: folder / f"launched_{each}_{name}" for each in LAUNCHES}
     waits: list[Callable[[], None]] = []
     end = time.monotonic() + _MOST_SECONDS

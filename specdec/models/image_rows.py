@@ -78,6 +78,9 @@ class RowImages:
         self._encoder = encoder
         self._inputs = inputs
         self._images = images
+        #: Embeddings of the next chunk's images, by their digests: the encoder may keep
+        #: fewer.
+        self._embeddings: dict[str, mx.array] = {}
         #: Positions of the prompts that have images, by row.
         self._axes: dict[int, np.ndarray[Any, np.dtype[np.int32]]] = {}
         self._shifts = [0] * len(prompts)
@@ -188,9 +191,14 @@ class RowImages:
         Args:
             done, valid: tokens of each row before the chunk, and in it.
         """
-        for _, image in self._within(done, valid):
+        self._embeddings = {}
+        for row, image in self._within(done, valid):
+            if not _inside(image, done[row], valid[row]):
+                continue  # only marks of rows and ends
             assert self._encoder is not None
             yield from self._encoder.embed(image.image)
+            rows = self._encoder.embeddings_of(image.image)
+            self._embeddings[image.image.digest] = rows
             yield
 
     def inputs(
@@ -200,9 +208,13 @@ class RowImages:
         done: Sequence[int],
         valid: Sequence[int],
     ) -> dict[str, mx.array]:
-        """What a forward of a chunk takes besides its tokens, of shape (B, S)."""
+        """What a forward of a chunk takes besides its tokens, of shape (B, S).
+
+        :meth:`encode` has embedded its images.
+        """
         within = self._within(done, valid)
         each = self._embedded(model, tokens, done, valid, within) if within else []
+        self._embeddings = {}
         # What layers read is set last: after an error, other rows would read it.
         self._set_positions(done, tokens.shape[1], within)
         if not each:
@@ -220,22 +232,15 @@ class RowImages:
         within: Sequence[tuple[int, PlacedImage]],
     ) -> list[mx.array]:
         """The input of the first layer, and what is added to outputs of layers."""
-        assert self._encoder is not None
         trunk: Any = model
         for name in path_to_trunk(model, "the target", "reading images"):
             trunk = trunk[name]
         embedded: mx.array = trunk.embed_tokens(tokens)
         each = [embedded]
         for row, image in within:
-            first, end = done[row], done[row] + valid[row]
-            inside = [
-                (i, place - first)
-                for i, place in enumerate(image.places)
-                if first <= place < end
-            ]
-            if inside:  # not only marks of rows and ends
+            if inside := _inside(image, done[row], valid[row]):
                 places, columns = zip(*inside, strict=True)
-                rows = self._encoder.embeddings_of(image.image)[:, mx.array(places)]
+                rows = self._embeddings[image.image.digest][:, mx.array(places)]
                 while len(each) < rows.shape[0]:
                     each.append(mx.zeros_like(embedded))
                 for into, part in zip(each, rows, strict=True):
@@ -298,6 +303,12 @@ class RowImages:
     def extend(self, other: RowImages) -> None:
         """Append the rows of ``other``."""
         self._move([*self._shifts, *other._shifts])
+
+
+def _inside(image: PlacedImage, done: int, valid: int) -> list[tuple[int, int]]:
+    """The embeddings of an image in a chunk of its row, and their columns."""
+    columns = enumerate(place - done for place in image.places)
+    return [(i, column) for i, column in columns if 0 <= column < valid]
 
 
 def positions_of(

@@ -393,16 +393,24 @@ def test_an_image_that_fails_ends_its_request_alone(
     """Rows that join with it or run are lost, or read the positions of its chunk."""
     folder, model = folders("qwen3_vl")
     usual = vision.ImageEncoder.embeddings_of
+    usual_late = image_rows.RowImages._embedded
     fails = True
 
-    def embeddings_of(self: Any, image: Image) -> mx.array:
-        if fails and image.digest == SQUARE.digest:
+    def check(image: Image, now: bool) -> None:
+        if fails and now and image.digest == SQUARE.digest:
             raise PromptError("the model does not take this image")
+
+    def embeddings_of(self: Any, image: Image) -> mx.array:
+        check(image, not late)
         return usual(self, image)
 
+    def embedded(self: Any, *args: Any) -> list[mx.array]:
+        for _, placed in args[-1]:
+            check(placed.image, late)
+        return usual_late(self, *args)
+
     monkeypatch.setattr(vision.ImageEncoder, "embeddings_of", embeddings_of)
-    if late:
-        monkeypatch.setattr(image_rows.RowImages, "encode", lambda *_: iter(()))
+    monkeypatch.setattr(image_rows.RowImages, "_embedded", embedded)
     decoder = decoder_of(folder, batch_size=2, num_draft_tokens=0, prefill_step_size=4)
     texts = said("one"), said("a text that goes on for longer")
     prompts = [*texts, PROMPTS[2], PROMPTS[0], PROMPTS[3]]
@@ -805,6 +813,27 @@ def test_what_waits_for_the_tower_is_bounded(
     results = decoder.generate(PROMPTS, SamplingParams(max_tokens=MAX_TOKENS))
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
+
+
+def test_a_chunk_of_several_large_images_runs_the_tower_once_for_each(
+    folders: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each drops the other's embeddings, which are computed again, and rows wait."""
+    folder, model = folders("qwen3_vl")
+    monkeypatch.setattr(vision, "_KEPT_BYTES", 1)
+    built, usual = [], vision.ImageEncoder._built
+
+    def counted(self: Any, image: Image) -> Any:
+        built.append(image.digest)
+        return usual(self, image)
+
+    monkeypatch.setattr(vision.ImageEncoder, "_built", counted)
+    decoder = decoder_of(folder, batch_size=1, num_draft_tokens=0)
+    prompt = said(TALL, " and ", SQUARE, "?")
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    (result,) = decoder.generate([prompt], params)
+    assert built == [TALL.digest, SQUARE.digest]
+    assert result.token_ids == by_mlx_vlm(decoder, model, prompt)[1]
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma4_unified"])
