@@ -49,7 +49,6 @@ class Job:
         lag: rounds in flight while the next is chosen.
         join: milliseconds of a chunk that prefills joining rows.
         near: milliseconds more of a round near a join, if it drafts.
-        cold: milliseconds more of the first one, which compiles.
         keep: all slots are computed to the end.
         absorb: milliseconds more of a prefill whose rows are drafted for.
         join_rounds: free rows wait for each other, as :class:`Scheduler` has them wait.
@@ -66,7 +65,6 @@ class Job:
     lag: int = 0
     join: float = 0.0
     near: float = 0.0
-    cold: float = 0.0
     keep: bool = False
     absorb: float = 0.0
     join_rounds: int = 0
@@ -113,7 +111,6 @@ class Job:
         room: dict[int, int] = {}
         backlog, joined = 0, False
         pending: list[RoundTiming] = []
-        cold = self.cold
         slots, pace, idle, plain = self.rows, rng.randrange(11), 0, 0
         while queue or left:
             free = min(self.rows - len(left), len(queue))
@@ -161,8 +158,7 @@ class Job:
             quantile = max(0, min(10, pace + rng.randrange(-1, 2)))
             took = self._at(k, quantile) * self.share(slots) / 1e3
             if joined and k:
-                took += (self.near + cold) / 1e3
-                cold = 0.0
+                took += self.near / 1e3
             clock += took
             plain = 0 if k else plain + 1
             rows, accepted = list(left), []

@@ -142,23 +142,6 @@ def test_short_jobs_lose_little(draft: str, tmp_path: Path) -> None:
         assert min(rates) > SHORT[draft][2], (rows, rates)
 
 
-def test_a_round_that_compiled_is_no_reason_to_stop_drafting() -> None:
-    """Catches what the first round near a join took being charged to all such rounds.
-
-    A job of three waves, in which rows join one by one, after one that compiled.
-    """
-    job = replace(short("head", 8), tokens=96, waves=3, alike=False)
-    rates = []
-    for seed in range(5):
-        length = auto(job)
-        replace(job, cold=300.0).seconds(length, seed + 50)
-        for _ in range(2):
-            length.observe(RoundTiming(8, 0, [], 0.02, False, joining=True))
-        fixed = job.seconds(Script(lambda _: 6), seed)
-        rates.append(fixed / job.seconds(length, seed))
-    assert sum(rates) / len(rates) > 0.97, rates
-
-
 # -- staircases ------------------------------------------------------------
 
 # Published times of a forward by rows in all, over one row's: 4 bits on an M4 Pro,
