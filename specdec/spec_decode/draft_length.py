@@ -58,9 +58,9 @@ TIMED = 2
 LONGEST = 3 * TIMED
 # The k changes if another is better by this factor; less is noise.
 SWITCH = 1.01
-# A longer draft is a choice before shorter ones were tried if it costs no more than
-# this many times as much: the steps of a staircase are flat.
-FLAT = 1.05
+# A longer draft is a choice before shorter ones were tried if it adds no more than
+# this many times as much to a plain round: the steps of a staircase are flat.
+FLAT = 1.1
 # A k is tried that would be better, were acceptance and costs so many standard
 # deviations better than known.
 DOUBT = 1.5
@@ -797,7 +797,7 @@ class AutoLength:
         if self.costs.forwards.at_once(state.num_rows):
             return ks
         top = max(k for k in ks if k <= 2 * self.acceptance.measured + 1)
-        most = FLAT * self.costs.relative(state.num_rows, top)
+        most = 1 + FLAT * (self.costs.relative(state.num_rows, top) - 1)
         return [
             k for k in ks if k <= top or self.costs.relative(state.num_rows, k) <= most
         ]
