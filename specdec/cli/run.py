@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..config import DEFAULT_BATCH_SIZE, DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
-from ..errors import PromptFileError, RankError
+from ..errors import PromptError, PromptFileError, RankError
 from ..parallel import launched_rank
 from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
 from ..prompts.images import read_file
@@ -504,12 +505,18 @@ def _with_images(
     """The prompts, with the images of ``--image`` before each text.
 
     Raises:
-        PromptError: an image cannot be read; the message names its file.
-        click.UsageError: a prompt consists of messages, which have images themselves.
+        click.UsageError: an image cannot be read; the message names its file. Or a
+            prompt consists of messages, which have images themselves.
     """
     if not files:
         return records
-    images = [{"type": "image", "image": read_file(name)} for name in files]
+    # Without Pillow, files wait for the target: if it reads text only, Pillow is no
+    # way out.
+    read = read_file if find_spec("PIL") else str
+    try:
+        images = [{"type": "image", "image": read(name)} for name in files]
+    except PromptError as error:
+        raise click.UsageError(f"--image {error}") from error
     if not all(isinstance(record.prompt, str) for record in records):
         raise click.UsageError(
             "--image goes with prompts of one text: put images into the messages"

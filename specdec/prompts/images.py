@@ -186,6 +186,8 @@ def read_file(name: str | Path) -> Image:
         data = read_plain(Path(name).expanduser(), MAX_BYTES)
     except (OSError, ValueError, RuntimeError) as error:  # "~nobody" has no folder
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, FileNotFoundError):
+            reason = "no such file: check the path"
         raise PromptError(f"{shorten(name)}: {shorten(reason)}") from error
     try:
         return read_image(data)

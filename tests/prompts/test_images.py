@@ -84,7 +84,7 @@ def test_an_image_is_turned_as_its_camera_says() -> None:
         ({"type": "input_image", "file_id": "file-1"}, "file_id"),
         ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "an image is not"),
         ({"type": "image_url", "image_url": None}, "an image is not None"),
-        ({"type": "image", "image": "nothing.png"}, "nothing.png: No such file"),
+        ({"type": "image", "image": "nothing.png"}, "nothing.png: no such file"),
         ({"type": "image", "image": "~nobody-here/a.png"}, "home directory"),
         ({"type": "image", "image": "/dev/zero"}, "/dev/zero: "),
         ({"type": "image_url", "image_url": "data:image/png,abc"}, "base64"),

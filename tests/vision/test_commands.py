@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import PIL.Image
@@ -48,8 +49,13 @@ def test_one_image_in_an_option_and_in_a_file(folder: Path) -> None:
 def test_an_image_that_is_not_there(folder: Path) -> None:
     """A traceback, or a prompt that is decoded without its image."""
     shown = command(folder, "run", "--prompt", "what", "--image", str(folder / "b"))
-    assert shown.exit_code != 0
-    assert "No such file" in shown.stderr
+    assert shown.exit_code == 2
+    assert f"--image {folder / 'b'}: no such file: check the path" in shown.stderr
+    (folder / "text.png").write_text("no image")
+    damaged = str(folder / "text.png")
+    shown = command(folder, "run", "--prompt", "what", "--image", damaged)
+    assert shown.exit_code == 2
+    assert f"--image {damaged}: " in shown.stderr
 
 
 def test_a_chat_about_an_image(folder: Path) -> None:
@@ -63,9 +69,33 @@ def test_a_chat_about_an_image(folder: Path) -> None:
     words = ("chat", "-m", "8", "--load-vision")
     shown = command(folder, *words, typed="\n".join(lines) + "\n")
     assert "60 x 40, with the next message" in shown.stderr
-    assert "nothing: No such file" in shown.stderr
+    assert "nothing: no such file" in shown.stderr
     messages = json.loads((folder / "chat.json").read_text())["messages"]
     assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
+
+
+@pytest.mark.parametrize("by", ["--image", "--prompts"])
+def test_text_only_counts_more_than_missing_packages(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Packages are asked for that do not help."""
+    for name in ("PIL", "PIL.Image", "PIL.ImageOps", "mlx_vlm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    write_folder(tmp_path / "model")
+    image = str(folder / "a.png")
+    words = ["--prompt", "what", "--image", image]
+    if by == "--prompts":
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": "what"}]
+        file = tmp_path / "p.jsonl"
+        file.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+        words = ["--prompts", str(file)]
+    shown = command(tmp_path, "run", *words)
+    assert shown.exit_code == 1
+    assert "reads text only: leave images out" in shown.stderr
+    assert "packages" not in shown.stderr
+    shown = command(folder, "run", *words)
+    assert shown.exit_code == 1
+    assert "images need more packages: " in shown.stderr
 
 
 def test_a_target_that_reads_text_only(tmp_path: Path) -> None:
