@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     cls=options.Command,
     short_help="Find out whether a draft is worth it, and how to use it.",
 )
-@options.models()
+@options.models(draft_default="auto")
 @options.prompts(
     help="Prompts like those to come, one per line; '-' reads standard input."
 )
@@ -78,8 +78,8 @@ def advise(
 ) -> None:
     """Decode a few prompts, time forwards, and predict the speed-up of drafting.
 
-    Without --draft, the draft is that of --draft auto. With several devices, rounds are
-    timed on one and with the target divided between all.
+    With several devices, rounds are timed on one and with the target divided between
+    all.
 
     \b
       specdec advise --prompts questions.jsonl

@@ -44,7 +44,7 @@ from ..model_names import (
     target_name,
 )
 from ..prompts import Encoding
-from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from ..sampling_params import SamplingParams
 from ..utils.data_files import DataError, check_shape, parse_json, read_text
 from ..utils.sizes import parse_count, parse_size
 
@@ -500,17 +500,19 @@ def models(
     target_option: Option | None = None,
     *,
     draft_help: str = "Draft, named as for `specdec run`.",
+    draft_default: str = "none",
     dtype_help: str = "Load the weights in this type. [default: as they are stored]",
 ) -> Option:
     """Options of models; the command gets ``models``, see :class:`Models`.
 
     Args:
         draft_help: help text of ``--draft`` (or ``--draft-model``, as in mlx-lm).
+        draft_default: the draft of other targets than the default one.
         dtype_help: help text of ``--dtype``.
     """
     text = (
-        f"{draft_help} [default: none; for the default target {DEFAULT_DRAFT}, a head "
-        "that comes with specdec]"
+        f"{draft_help} [default: {draft_default}; for the default target "
+        f"{DEFAULT_DRAFT}, a head that comes with specdec]"
     )
     return packed(
         "models",
@@ -727,9 +729,10 @@ def _params(
 sampling = packed(
     "params",
     _params,
-    max_tokens(
-        default=DEFAULT_MAX_TOKENS,
-        low=0,
+    field(
+        SamplingParams,
+        "max_tokens",
+        *("--max-tokens", "-m"),
         help="Generate at most N tokens for each prompt.",
     ),
     field(SamplingParams, "min_tokens"),

@@ -147,3 +147,25 @@ def test_when_to_divide_a_target() -> None:
     assert worse.verdict == "no faster than one: for more requests use --replicas 4"
     equal = Division(2, batches[:1], (0.0102,), (0.01,))
     assert equal.verdict.startswith("no faster than one")
+
+
+def test_the_draft_of_a_target_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The help names another draft than the one that is loaded."""
+    asked: list[Any] = []
+
+    def load(*_: Any, draft: Any, **__: Any) -> Any:
+        asked.append(draft)
+        raise SystemExit
+
+    monkeypatch.setattr("specdec.cli.ranks.load", load)
+    monkeypatch.setattr("specdec.cli.auto_draft.offer", lambda *_: None)
+    (tmp_path / "p.txt").write_text("one\n")
+    words = ["advise", "--prompts", str(tmp_path / "p.txt")]
+    write_folder(tmp_path / "model")
+    for more in ([], ["--target", str(tmp_path / "model")]):
+        CliRunner().invoke(main, [*words, *more])
+    assert asked == [None, "auto"]
+    shown = " ".join(CliRunner().invoke(main, ["advise", "--help"]).stdout.split())
+    assert "[default: auto; for the default target smollm2-135m-head," in shown

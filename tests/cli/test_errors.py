@@ -33,6 +33,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": "no end}\n')
     Path("keys.jsonl").write_text('{"text": "Hi"}\n')
     Path("turns.jsonl").write_text('{"turns": [3]}\n')
+    Path("few.jsonl").write_text('{"prompt": "Hi", "max_tokens": -3}\n')
     Path("words.jsonl").write_text('{"of max_tokens or": "a top_p of it"}\n')
     Path("mixed.txt").write_text('Hi\n{"prompt": "Hi"}\n')
     Path("good.txt").write_text("Hi\n")
@@ -52,7 +53,13 @@ MISTAKES = [
     ("run -p Hi --max-token 5", 2, "No such option '--max-token'. Did you mean '--m"),
     ("run -p Hi --json o", 2, "No such option '--json'. (see: specdec run --help)"),
     ("run -p Hi --max-tokens 0", 2, "error: --max-tokens is 0: it must be"),
-    ("run -p Hi --max-tokens many", 2, "'many' is not a whole number, 0 or more (s"),
+    ("run -p Hi --max-tokens many", 2, "'many' is not a whole number (see"),
+    ("run -p Hi -m -3", 2, "--max-tokens is -3: it must be a whole number, 1 or more"),
+    (
+        "run --prompts few.jsonl",
+        2,
+        "max_tokens is -3: it must be a whole number, 1 or more",
+    ),
     ("run -p Hi --max-tokens", 2, "'--max-tokens' requires an argument"),
     ("run -p Hi --batch 0", 2, ": 0 is not a whole number from 1 to 16384 (s"),
     ("run -p Hi --num-draft-tokens -1", 2, "'-1' is not auto, nor a whole number f"),
