@@ -353,6 +353,12 @@ def draft_for(target: str | None, draft: str | None) -> DraftSpec | None:
     return DraftSpec(DEFAULT_DRAFT, False, model, implied=True)
 
 
+def pair_name(target: str | None, spec: DraftSpec | None) -> str:
+    """What a line calls a target, and the draft if there is one."""
+    with_draft = "" if spec is None else f" with {short(spec.name)}"
+    return f"{short(target_name(target))}{with_draft}"
+
+
 def _hint(name: str) -> str:
     meant = _meant(name)
     return "" if meant is None else f"; did you mean {meant}?"

@@ -95,7 +95,7 @@ def advise(
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
     loading = models.arguments(config)
-    decoder, _ = ranks.load(None, quiet=quiet, name=str(models), **loading)
+    decoder, _ = ranks.load(None, quiet=quiet, **loading)
     announce(
         f"decoding {counted(len(records), 'prompt')}, then timing forwards at batch "
         f"{', '.join(map(str, sizes))}",

@@ -94,7 +94,7 @@ def chat(
     show_warnings(notes=not quiet)
     templates.start()
     loading = models.arguments(config)
-    decoder, _ = ranks.load(None, quiet=quiet, name=str(models), **loading)
+    decoder, _ = ranks.load(None, quiet=quiet, **loading)
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():
         with suppress(ImportError):

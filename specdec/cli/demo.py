@@ -76,7 +76,7 @@ def demo(
     loading = models.arguments(EngineConfig(batch_size=1, num_draft_tokens=length))
     if loading["dtype"] is None and defaults().name == "cpu":
         loading["dtype"] = "float32"
-    drafted, _ = ranks.load(None, quiet=False, name=str(models), **loading)
+    drafted, _ = ranks.load(None, quiet=False, **loading)
     from ..decoder import SpecDecoder
 
     plain = SpecDecoder(drafted.target, config=EngineConfig(batch_size=1))

@@ -40,7 +40,7 @@ from ..model_names import (
     DraftSpec,
     draft_for,
     named_draft,
-    short,
+    pair_name,
     target_name,
 )
 from ..prompts import Encoding
@@ -426,8 +426,7 @@ class Models:
     may_download: bool = False
 
     def __str__(self) -> str:
-        with_draft = "" if self.spec is None else f" with {short(self.spec.name)}"
-        return f"{short(target_name(self.target))}{with_draft}"
+        return pair_name(self.target, self.spec)
 
     def arguments(self, config: EngineConfig) -> dict[str, Any]:
         """All arguments of ``SpecDecoder.from_pretrained``.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ..model_names import short, target_name
+from ..model_names import draft_for, pair_name
 from ..parallel import LINK, Follower, Leader, Ranks, launched_rank
 from ..utils.blas import free_cores, own_threads, use_threads
 from ..utils.child import module_process
@@ -60,7 +60,7 @@ def load(
 
     Args:
         quiet: leave the notes out.
-        name: what notes call the target; ``None``: as ``settings`` name it.
+        name: what notes call the models; ``None``: as ``settings`` name them.
         settings: arguments of :meth:`specdec.SpecDecoder.from_pretrained`.
 
     Returns:
@@ -71,7 +71,8 @@ def load(
         SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`, and
             :func:`~specdec.backend.check_compiler`.
     """
-    name = name or short(target_name(settings.get("target")))
+    target = settings.get("target")
+    name = name or pair_name(target, draft_for(target, settings.get("draft")))
     with noted_if_slow(f"loading {name}", quiet=quiet):
         return _load(tensor_parallel, quiet=quiet, **settings)
 

@@ -130,7 +130,7 @@ def verify(
 
     show_warnings(notes=not quiet)
     loading = models.arguments(config)
-    decoder, _ = ranks.load(None, quiet=quiet, name=str(models), **loading)
+    decoder, _ = ranks.load(None, quiet=quiet, **loading)
     from ..tools.parity import certify, summary
 
     prompts = counted(len(records), "prompt")
