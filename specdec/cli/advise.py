@@ -16,6 +16,7 @@ from ..utils.data_files import json_text
 from ..utils.printable import counted, shorten
 from ..utils.tables import text_table
 from . import options, ranks
+from .busy import busy_note, others_running
 from .output import (
     places_named,
     share_text,
@@ -107,12 +108,15 @@ def advise(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temp, seed=0)
     encoding: Encoding = {"ignore_chat_template": ignore_chat_template}
+    others = others_running()
     results = _decode(decoder, records, params, encoding, quiet=quiet)
     stats = decoder.stats
     stats.check_draft()
+    others += others_running()
     costs = _time_forwards(decoder, sizes, quiet=quiet)
+    busy = busy_note(others + others_running())
     most = min(MAX_AUTO_DRAFT_TOKENS, decoder.max_proposals or MAX_AUTO_DRAFT_TOKENS)
-    advice, sureness = advice_of(results, costs, sizes, most)
+    advice, sureness = advice_of(results, costs, sizes, most, busy=bool(busy))
     target, draft = decoder.target_name, decoder.draft_name
     longest = decoder.max_draft_tokens
     del decoder
@@ -145,6 +149,8 @@ def advise(
         f"{counted(longest, 'draft token')}\n\n{_table(advice)}\n\n"
         f"from {counted(len(results), 'prompt')}: {sureness.words}"
     )
+    if busy:
+        show(busy)
     if division is not None:
         if division.alone:
             show(f"\n{_division_table(division)}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +16,7 @@ from ..config import EngineConfig, NumDraftTokens
 from ..prompts import templates
 from ..utils.printable import counted, one_line, printable
 from . import options, ranks
+from .busy import busy_note, others_running
 from .output import noted_if_slow, show, show_passing, show_warnings
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ PROMPTS = (
 _BLOCK = 6
 # Below this ratio of times nothing is claimed.
 _GAIN = 1.05
-# Samples of what else runs, seconds between them, and the share of the cores above
-# which the machine is called busy.
-_SAMPLES, _PAUSE, _BUSY = 10, 0.03, 0.25
 _WIDTH = 32
 
 
@@ -126,7 +122,7 @@ class _Comparison:
     has_draft: bool
     pairs: list[tuple[_Run, _Run]] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
-    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    cores: int | None = None
 
     def lines(self) -> Iterator[str]:
         """The result, in lines."""
@@ -137,11 +133,8 @@ class _Comparison:
         if not self.has_draft:
             yield f"{tokens} in {slow:.1f} s. There is no draft to compare with."
             return
-        if self.others and (busy := _mean(self.others)) > _BUSY * self.cores:
-            yield (
-                f"This machine is busy: on average {busy:.1f} other threads wanted its "
-                f"{counted(self.cores, 'core')}. So these times say little:"
-            )
+        if busy := busy_note(self.others, self.cores):
+            yield busy
         yield f"{tokens}: {slow:.1f} s without the draft, {fast:.1f} s with it."
         ratio = slow / fast
         rounds = sum(run.rounds for run in second)
@@ -184,7 +177,7 @@ def _compare(
 ) -> None:
     """Decode a prompt both ways and show how long each took."""
     show(one_line(prompt, 76, end=False))
-    total.others += _others_running()
+    total.others += others_running()
     first = _run("without", plain, prompt, max_tokens, None)
     second = first
     if total.has_draft:
@@ -229,20 +222,3 @@ def _bar(name: str, share: float, run: _Run) -> str:
     )
     tokens = counted(len(run.token_ids), "token")
     return f"  {name:<8}{filled:<{_WIDTH}}  {tokens} in {run.seconds:.1f} s"
-
-
-def _others_running() -> list[float]:
-    """How many other threads run or wait for a core, sampled; empty if unknown."""
-    samples = []
-    for _ in range(_SAMPLES):
-        time.sleep(_PAUSE)
-        try:
-            facts = Path("/proc/loadavg").read_text("ascii").split()
-        except OSError:  # no Linux
-            return []
-        samples.append(max(0.0, float(facts[3].partition("/")[0]) - 1))
-    return samples
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

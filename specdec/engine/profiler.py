@@ -212,7 +212,9 @@ def measure_forwards(
     if one:
         step = max(0.0, several - one) / (proposed - 1)
         once = max(0.0, min(one, several) - step)
-    return Forwards(num_rows, without_noise(seconds), step, once, busy)
+    pairs = itertools.combinations(sorted(seconds), 2)
+    fall = max((seconds[n] / max(seconds[m], 1e-9) for n, m in pairs), default=0.0)
+    return Forwards(num_rows, without_noise(seconds), step, once, busy, fall)
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:

@@ -278,6 +278,8 @@ class Forwards:
         draft_step: the time of one proposed token for each row.
         draft_once: the time that drafting takes beside that, for any number of tokens.
         busy: other work ran on the machine meanwhile.
+        fall: the largest ratio of the times of a forward and of one of more tokens,
+            before ``verify`` was corrected; above 1, it is noise.
     """
 
     num_rows: int
@@ -285,6 +287,7 @@ class Forwards:
     draft_step: float
     draft_once: float = 0.0
     busy: bool = False
+    fall: float = 0.0
 
 
 class ForwardCosts:

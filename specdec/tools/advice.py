@@ -18,6 +18,7 @@ _DRAWS = 200
 _FEW_PROMPTS, _FEW_ROUNDS = 5, 50
 # Share of the draws that must agree with a verdict for it to be called sure.
 _SURE = 0.9
+_MORE = "give more prompts"
 
 
 @dataclass(frozen=True)
@@ -233,20 +234,23 @@ class Sureness:
         same_verdict: share of the draws that give the same verdict.
         num_prompts: number of prompts in each draw.
         num_rounds: number of rounds that were measured.
+        disturbed: what makes the times doubtful; empty: nothing.
     """
 
     speedup_range: tuple[float, float]
     same_verdict: float
     num_prompts: int
     num_rounds: int
+    disturbed: str = ""
 
     @property
     def sure(self) -> bool:
-        """Whether other prompts would hardly change the verdict."""
+        """Whether other prompts and other times would hardly change the verdict."""
         low, high = self.speedup_range
         # With both a gain and a loss among the likely ratios, neither is known.
         one_side = low > 1 or high < 1
-        return not self._too_few and one_side and self.same_verdict >= _SURE
+        doubtful = self._too_few or self.disturbed
+        return not doubtful and one_side and self.same_verdict >= _SURE
 
     @property
     def _too_few(self) -> str:
@@ -267,7 +271,7 @@ class Sureness:
             return f"too few to say how sure that is: {self._too_few}"
         low, high = self.speedup_range
         share = f"{self.same_verdict:.0%}"
-        how = "sure" if self.sure else "unsure: give more prompts"
+        how = "sure" if self.sure else f"unsure: {self.disturbed or _MORE}"
         return (
             f"the best draft length gives {low:.2f} to {high:.2f} times plain decoding "
             f"in nine of ten sets of such prompts; {share} of the sets come to this "
@@ -280,8 +284,14 @@ def advice_of(
     costs: ForwardCosts,
     sizes: Sequence[int],
     most: int,
+    *,
+    busy: bool = False,
 ) -> tuple[Advice, Sureness]:
-    """The advice for k up to ``most``, and how much other prompts would change it."""
+    """The advice for k up to ``most``, and how much other prompts would change it.
+
+    Args:
+        busy: other programs used the machine meanwhile.
+    """
 
     def advice_from(rows: Sequence[GenerationResult]) -> Advice:
         totals = RunStats()
@@ -309,4 +319,14 @@ def advice_of(
     low, high = speedups[_DRAWS // 20], speedups[-1 - _DRAWS // 20]
     same = sum(each.worth_it == advice.worth_it for each in drawn) / _DRAWS
     rounds = sum(result.rounds for result in results)
-    return advice, Sureness((low, high), same, len(results), rounds)
+    disturbed = "the machine is busy" if busy else _disturbance(costs)
+    return advice, Sureness((low, high), same, len(results), rounds, disturbed)
+
+
+def _disturbance(costs: ForwardCosts) -> str:
+    """What measured forwards show of other load; empty: nothing."""
+    if any(forwards.busy for forwards in costs.measured):
+        return "the machine is busy"
+    if any(forwards.fall > WORTH_IT for forwards in costs.measured):
+        return "a forward of more tokens took less time than one of fewer"
+    return ""

@@ -169,3 +169,20 @@ def test_the_draft_of_a_target_without_one(
     assert asked == [None, "auto"]
     shown = " ".join(CliRunner().invoke(main, ["advise", "--help"]).stdout.split())
     assert "[default: auto; for the default target smollm2-135m-head," in shown
+
+
+@pytest.mark.parametrize("others", [0.0, 64.0])
+def test_a_busy_machine(
+    advised: Callable[..., str], monkeypatch: pytest.MonkeyPatch, others: float
+) -> None:
+    """Times that other programs made are reported without a word."""
+    command = sys.modules["specdec.cli.advise"]
+    monkeypatch.setattr(command, "others_running", lambda: [others])
+    monkeypatch.setattr("specdec.cli.busy.os.cpu_count", lambda: 2)
+    options = "--max-tokens", "12", "--batch", "1"
+    text = advised(*options)
+    note = "This machine is busy: on average 64.0 other threads wanted its 2 cores."
+    assert (note in text) is (others > 0)
+    record = json.loads(advised("--json", *options))
+    if others:
+        assert record["disturbed"] == "the machine is busy"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +473,7 @@ def test_a_slow_spell_is_no_cost(
         )
         assert next(measured) == SWEEPS * (1 + 3)
         assert set(forwards.verify.values()) == {1.0}
+        assert forwards.fall == 1.0
         assert forwards.draft_step == pytest.approx(1 / PROPOSED)
 
 
@@ -487,6 +488,21 @@ def test_what_is_slow_is_timed_once(
     assert watch.settled(device.run, likely) == first
     assert watch.again(device.run, first) == first
     assert device.now == runs * first
+
+
+def test_a_fall_of_times_is_reported(
+    target: Any, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise that the corrected times no longer show."""
+    _, runner, drafter = runners(target, other)
+    # A plain step, drafting, and verify forwards of 2 and of 5 tokens.
+    times = cycle([1.0, 1.0, 3.0, 2.0])
+    monkeypatch.setattr(_Stopwatch, "again", lambda *_: next(times))
+    forwards = measure_forwards(
+        runner, drafter, 2, max_draft_tokens=4, budget_seconds=1000
+    )
+    assert forwards.verify == {1: 1.0, 2: 2.0, 5: 2.0}
+    assert forwards.fall == 1.5
 
 
 def test_what_is_still_being_built_is_not_timed(

@@ -8,7 +8,7 @@ import pytest
 
 from specdec.outputs import GenerationResult
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards
-from specdec.tools.advice import advice_of, advise, survival_of
+from specdec.tools.advice import Sureness, advice_of, advise, survival_of
 from tests.spec_decode.draft_length.simulation import Costs
 
 GPU = Costs(0.01, 0.2, 0.0001)
@@ -115,3 +115,22 @@ def test_how_sure_a_verdict_is() -> None:
     assert not around.sure
     assert "(unsure: give more prompts)" in around.words
     assert replace(around, speedup_range=(1.01, 1.1)).sure
+
+
+def test_nothing_is_sure_on_a_disturbed_machine() -> None:
+    """A verdict is called sure while other load decides it."""
+    rows = [result(50, 45)] * 20
+    verify = {1: 1e-3, 2: 1.05e-3, 5: 1.2e-3}
+    quiet = Forwards(1, verify, 0.35e-3)
+
+    def sureness(forwards: Forwards, *, busy: bool = False) -> Sureness:
+        return advice_of(rows, ForwardCosts([forwards]), [1], 8, busy=busy)[1]
+
+    assert sureness(quiet).sure
+    assert "(unsure: the machine is busy)" in sureness(quiet, busy=True).words
+    assert not sureness(replace(quiet, busy=True)).sure
+    noisy = sureness(replace(quiet, fall=1.1))
+    assert not noisy.sure
+    assert "took less time than one of fewer)" in noisy.words
+    # A difference that a repetition has, too.
+    assert sureness(replace(quiet, fall=1.001)).sure
