@@ -364,7 +364,7 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 def _stream() -> Iterator[None]:
     """Make a stream of this thread's own the default within the block."""
     mine.has_stream = True  # so that a turn lends none
-    with turns:
+    with turns.hold():
         stream = take_stream(mx.default_device())
         mx.set_default_stream(stream)
     try:

@@ -166,7 +166,7 @@ class Session:
 
         Otherwise the first request waits for it. It ends early once ``needed`` says no.
         """
-        with turns:
+        with turns.hold():
             self._engine.warm_up(needed)
 
     def add(
@@ -311,7 +311,7 @@ class Session:
             self._engine.reported()
             return events
         self._broken = True
-        with turns:
+        with turns.hold():
             events = list(map(self._event, self._engine.step()))
         self._engine.reported()
         self._broken = False

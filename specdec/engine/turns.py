@@ -11,8 +11,8 @@ import atexit
 import threading
 import time
 from collections import defaultdict, deque
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -74,50 +74,76 @@ def _lend_stream() -> None:
     _borrowers.add(threading.current_thread())
 
 
-class Turns:
-    """A lock that threads get in the order in which they ask; a thread may nest it."""
+class _Turn:
+    """A thread that has its turn, or waits for it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._depth = 0
-        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+        self.thread = threading.get_ident()
+        self.depth = 0
+        self.came = threading.Event()
+
+
+class Turns:
+    """A lock that threads get in the order in which they ask; a thread may nest it.
+
+    Whoever is first in the queue has the turn, and stays first until it leaves. Each
+    operation on the queue is atomic, and only its thread changes a :class:`_Turn`.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Turn] = deque()
         self._closed = False
 
-    def acquire(self, timeout: float = -1) -> bool:
-        """Wait for this thread's turn; return whether it came in time."""
-        me, gate = threading.get_ident(), threading.Lock()
-        with self._lock:
-            if self._owner in (None, me):
-                self._owner, self._depth = me, self._depth + 1
-                return True
-            gate.acquire()
-            self._waiting.append((me, gate))
-        came = False
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Wait for this thread's turn, which lasts as long as the block."""
+        # An interrupt may come anywhere, in the first call of _leave, too. A turn that
+        # nobody ends would keep all other threads waiting for ever.
+        depth = self._depth
         try:
-            came = gate.acquire(timeout=timeout)
-        finally:  # an interrupt, too, must not leave the turn with nobody
-            if not came:
-                self._give_up(me, gate)
-        return came
+            try:
+                self._take()
+                _lend_stream()
+                if self._closed and threading.current_thread() in _borrowers:
+                    raise SystemExit  # ends the thread, quietly
+                yield
+            finally:
+                self._leave(depth)
+        finally:
+            self._leave(depth)
 
-    def _give_up(self, me: int, gate: threading.Lock) -> None:
-        with self._lock:
-            if (me, gate) in self._waiting:
-                self._waiting.remove((me, gate))
-                return
-        self.release()
+    @property
+    def _depth(self) -> int:
+        """How many turns this thread holds, one within the other."""
+        turn = self._find()
+        return 0 if turn is None else turn.depth
 
-    def release(self) -> None:
-        """End a turn: the thread that has waited longest is next."""
-        with self._lock:
-            self._depth -= 1
-            if self._depth:
-                return
-            self._owner = None
-            if self._waiting:
-                (self._owner, gate), self._depth = self._waiting.popleft(), 1
-                gate.release()
+    def _find(self) -> _Turn | None:
+        me = threading.get_ident()
+        return next((turn for turn in list(self._queue) if turn.thread == me), None)
+
+    def _take(self) -> None:
+        turn = self._find()
+        if turn is None:
+            turn = _Turn()
+            self._queue.append(turn)
+        turn.depth += 1
+        self._call()
+        turn.came.wait()
+
+    def _leave(self, depth: int) -> None:
+        """Hold ``depth`` turns at most; doing it again changes nothing."""
+        turn = self._find()
+        if turn is not None:
+            turn.depth = min(turn.depth, depth)
+            if not depth:
+                self._queue.remove(turn)
+        self._call()
+
+    def _call(self) -> None:
+        """Tell the first that it has the turn, once more or for the first time."""
+        for turn in list(self._queue)[:1]:
+            turn.came.set()
 
     def close(self) -> None:
         """End threads that decode when the process ends.
@@ -128,28 +154,9 @@ class Turns:
         self._closed = True
         start = time.monotonic()
         for thread in list(_borrowers):
-            with self._lock:
-                busy = {self._owner, *(ident for ident, _ in self._waiting)}
+            busy = {turn.thread for turn in list(self._queue)}
             most = _PATIENCE if thread.ident in busy else _LITTLE
             thread.join(max(0.0, start + most - time.monotonic()))
-
-    def __enter__(self) -> None:
-        self.acquire()
-        try:
-            _lend_stream()
-            if self._closed and threading.current_thread() in _borrowers:
-                raise SystemExit  # ends the thread, quietly
-        except BaseException:
-            self.release()
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 #: Held by whoever steps a session.

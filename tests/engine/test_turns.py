@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import specdec.engine.turns as turns_module
 from specdec import SamplingParams, SpecDecoder
 from specdec.engine.turns import Turns, turns
 from tests.plain import greedy
@@ -118,35 +121,86 @@ def test_turns_come_in_order_and_nest() -> None:
 
     def work(number: int) -> None:
         begin[number].set()
-        with lock, lock:  # a user's function may decode, too
+        with lock.hold(), lock.hold():  # a user's function may decode, too
             came.append(number)
 
-    with lock:
+    with lock.hold():
         threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
         for number, each in enumerate(threads):
             each.start()
             begin[number].wait()
-            while len(lock._waiting) <= number:
+            while len(lock._queue) < number + 2:
                 pass
         assert not came
-    lock.acquire()  # after all that have waited
-    assert came == [0, 1, 2, 3]
-    lock.release()
+    with lock.hold():  # after all that have waited
+        assert came == [0, 1, 2, 3]
     for each in threads:
         each.join()
 
 
-def test_who_gives_up_waiting_gets_no_turn() -> None:
-    """Its turn would come while it is elsewhere, and nobody could ever step again."""
-    lock = Turns()
-    outcome: list[bool] = []
-    with lock:
-        other = threading.Thread(target=lambda: outcome.append(lock.acquire(0.01)))
-        other.start()
-        other.join()
-    assert outcome == [False]
-    assert lock.acquire(0)
-    lock.release()
+def interrupted_at(number: int) -> Any:
+    """A tracer that raises before the ``number``-th line of turns.py that runs."""
+    left = number
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "line" and frame.f_code.co_filename == turns_module.__file__:
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def interrupted_turn(number: int, nested: bool, waits: bool) -> bool:
+    """Interrupt a turn at a line; return whether it has so many lines."""
+    lock, interrupted = Turns(), False
+    inside, leaves, outcome = threading.Event(), threading.Event(), list[str]()
+
+    def hold_first() -> None:
+        with lock.hold():
+            inside.set()
+            leaves.wait()
+
+    def hold_last() -> None:
+        with lock.hold():
+            outcome.append("came")
+
+    first, timer = (
+        threading.Thread(target=hold_first),
+        threading.Timer(0.01, leaves.set),
+    )
+    if waits:
+        first.start()
+        inside.wait()
+    timer.start()
+    before = sys.gettrace()
+    sys.settrace(interrupted_at(number))
+    try:
+        with lock.hold(), lock.hold() if nested else nullcontext():
+            pass
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        sys.settrace(before)
+    last = threading.Thread(target=hold_last, daemon=True)
+    last.start()
+    last.join(10)
+    assert outcome == ["came"], number
+    timer.join()
+    if waits:
+        first.join()
+    assert not lock._queue
+    return interrupted
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_interrupt_ends_a_turn_wherever_it_comes(nested: bool, waits: bool) -> None:
+    """A turn that nobody ended kept all other threads waiting for ever."""
+    numbers = itertools.count(1)
+    assert next(n for n in numbers if not interrupted_turn(n, nested, waits)) > 20
 
 
 def test_a_function_of_the_user_may_decode(target: Any) -> None:
@@ -163,4 +217,4 @@ def test_a_function_of_the_user_may_decode(target: Any) -> None:
     (result,) = decoder.generate([[5, 6, 7]], params)
     assert result.token_ids == greedy(target, [5, 6, 7], 3)
     assert inner == [greedy(target, [8], 2)] * len(inner)
-    assert turns._owner is None
+    assert not turns._queue
