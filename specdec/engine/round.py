@@ -483,8 +483,8 @@ class Rounds:
         """
         half, whole = self._before
         most = self._backend.most_copied
-        large = most is not None and self._target.nbytes > most
-        if large and self._target.num_caches <= FEW_LAYERS:
+        shallow = self._target.num_caches <= FEW_LAYERS
+        if shallow and most is not None and self._target.nbytes > most:
             middle = self._target.halfway()
             mx.eval(half)
             mx.async_eval(middle[:1])
