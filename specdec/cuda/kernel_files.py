@@ -131,7 +131,7 @@ def place(
     Raises:
         NotCompiledError: it is compiled later, see :func:`compile_together`.
     """
-    folder = _folder()
+    folder = kernel_folder()
     if folder is None:
         return
     try:
@@ -161,7 +161,7 @@ def compile_together(checks: Sequence[Callable[[], object]]) -> None:
     A check that needs a kernel which is not compiled ends there, and begins again once
     the kernels that all checks have come to are compiled.
     """
-    if _folder() is None:
+    if kernel_folder() is None:
         return
     while True:
         codes: dict[Path, str] = {}
@@ -266,7 +266,7 @@ def architecture() -> str:
 
     It is the architecture that MLX compiles for: an H100 is ``sm_90a``.
     """
-    if _folder() is None:
+    if kernel_folder() is None:
         return ""
     info = mx.device_info()
     major, minor = (int(info[f"compute_capability_{n}"]) for n in ("major", "minor"))
@@ -274,7 +274,7 @@ def architecture() -> str:
 
 
 @cache
-def _folder() -> Path | None:
+def kernel_folder() -> Path | None:
     """The folder in which MLX looks; ``None``: it is not known, or is not needed."""
     try:
         if metadata.version("mlx") != MLX or mx.default_device() == mx.cpu:

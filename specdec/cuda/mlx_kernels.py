@@ -103,7 +103,7 @@ def compiled_beside(dtype: mx.Dtype | None) -> Iterator[list[Callable[[], None]]
     Yields:
         Steps that wait for a process each. Those that are not waited for are ended.
     """
-    folder = kernel_files._folder()
+    folder = kernel_files.kernel_folder()
     name = None if dtype is None else _NAMES.get(dtype)
     free = mx.device_info().get("free_memory")
     if folder is None or name is None or not isinstance(free, int) or free < _FREE:

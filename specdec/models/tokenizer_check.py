@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -91,16 +91,13 @@ def check_tokenizer_file(file: Path) -> None:
             f"{file}: its model looks for parts of words of {longest} characters, and "
             f"{_LONGEST_WORD} are allowed: use another model"
         )
-    if len(members := [*_members(list(parts.values()))]) <= _MOST_PARTS and all(
-        map(_is_usual, members)
-    ):
+    if _all_are(_is_usual, parts):
         return
     try:
         _CHILD.ask({"file": str(file.resolve())}, SECONDS)
     except ChildError as error:
-        text = "it fails" if error.kind == "ended" else str(error)
         raise ModelError(
-            f"{file} cannot be used ({shorten(text)}): download the model again, or "
+            f"{file} cannot be used ({_reason(error)}): download the model again, or "
             "use another one"
         ) from error
 
@@ -140,10 +137,8 @@ class LimitedEncoder:
     @classmethod
     def of(cls, tokenizer: Any) -> Self | None:
         """An encoder; ``None``: no text can take the tokenizer long."""
-        members = [*_members([*_parts_of(tokenizer).values()])]
-        if len(members) <= _MOST_PARTS and all(
-            _is_linear(_expression(part)) for part in members
-        ):
+        parts = _parts_of(tokenizer)
+        if _all_are(lambda part: _is_linear(_expression(part)), parts):
             return None
         return cls(tokenizer.backend_tokenizer)
 
@@ -166,12 +161,23 @@ class LimitedEncoder:
                 request["tokenizer"] = self._backend.to_str()
                 ids = _CHILD.ask(request, seconds)
         except ChildError as error:
-            text = "it fails" if error.kind == "ended" else str(error)
             raise PromptError(
-                f"the tokenizer cannot encode it ({shorten(text)}): change the prompt, "
-                "or use another model"
+                f"the tokenizer cannot encode it ({_reason(error)}): change the "
+                "prompt, or use another model"
             ) from error
         return list(ids)
+
+
+def _reason(error: ChildError) -> str:
+    return shorten("it fails" if error.kind == "ended" else str(error))
+
+
+def _all_are(
+    allowed: Callable[[Mapping[str, Any]], bool], parts: Mapping[str, Any]
+) -> bool:
+    """Whether a tokenizer has not too many parts, and all are allowed."""
+    members = [*_members([*parts.values()])]
+    return len(members) <= _MOST_PARTS and all(map(allowed, members))
 
 
 def _members(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -52,7 +52,7 @@ out[0]=x_shape[0]+ x_ndim + at_shape[0]+ y_strides[1];
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of MLX's, and a compiler that gives the code itself."""
-    monkeypatch.setattr(kernel_files, "_folder", lambda: tmp_path / "ptx")
+    monkeypatch.setattr(kernel_files, "kernel_folder", lambda: tmp_path / "ptx")
     monkeypatch.setattr(kernel_files, "compiled", lambda code: code.encode())
     monkeypatch.setattr(kernel_files, "architecture", lambda: "sm_80")
     monkeypatch.setattr(kernel_files, "_failed", set())
@@ -173,7 +173,7 @@ def test_nothing_is_compiled_for_a_folder_that_cannot_be_made(
     """The launch fails, or each kernel is compiled twice."""
     path = folder.parent / name
     (folder.parent / "file").touch()
-    monkeypatch.setattr(kernel_files, "_folder", lambda: path)
+    monkeypatch.setattr(kernel_files, "kernel_folder", lambda: path)
     monkeypatch.setattr(kernel_files, "compiled", lambda code: pytest.fail("twice"))
     launched()
     kernel_files.compile_together([launched])
@@ -224,13 +224,13 @@ def unknown(name: str) -> str:
 def test_another_mlx_or_a_cpu_compiles_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel_files._folder.cache_clear()
+    kernel_files.kernel_folder.cache_clear()
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
-    assert kernel_files._folder() is None
-    kernel_files._folder.cache_clear()
+    assert kernel_files.kernel_folder() is None
+    kernel_files.kernel_folder.cache_clear()
     monkeypatch.setattr(metadata, "version", unknown)
-    assert kernel_files._folder() is None
-    kernel_files._folder.cache_clear()
+    assert kernel_files.kernel_folder() is None
+    kernel_files.kernel_folder.cache_clear()
     monkeypatch.undo()
     if mx.default_device() == mx.cpu:
-        assert kernel_files._folder() is None
+        assert kernel_files.kernel_folder() is None

@@ -26,7 +26,7 @@ for end in ("ptx", "txt", "cu"):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """MLX's folder on a GPU with much free memory."""
-    monkeypatch.setattr(kernel_files, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_files, "kernel_folder", lambda: tmp_path)
     monkeypatch.setattr(mx, "device_info", lambda: {"free_memory": 60 << 30})
     runs(monkeypatch, WRITES)
     return tmp_path
@@ -116,7 +116,7 @@ def test_mlx_compiles_where_they_cannot(
     """Processes that take the memory a model needs, or an error where none can run."""
     started = runs(monkeypatch, WRITES)
     if missing == "folder":
-        monkeypatch.setattr(kernel_files, "_folder", lambda: None)
+        monkeypatch.setattr(kernel_files, "kernel_folder", lambda: None)
     if missing == "memory":
         monkeypatch.setattr(mx, "device_info", lambda: {"free_memory": 2 << 30})
     if missing == "program":
