@@ -9,9 +9,9 @@ threadgroups, and combined by MLX's operations.
 
 Scores are K (8, D) times Q transposed, in matrices of 8 x 8, and the result is V (8, D)
 transposed times their softmax: what a product gives has the layout that the next one
-takes. The order of D within a matrix is chosen so that each lane loads neighbours. A
-query's sums run in an order that depends on the positions of its keys alone. No speed
-was measured.
+takes. The order of D within a matrix is chosen so that each lane loads neighbours,
+which it unpacks where keys and values are packed. A query's sums run in an order that
+depends on the positions of its keys alone. No speed was measured.
 """
 
 from __future__ import annotations
@@ -36,11 +36,25 @@ FEWEST_COLUMNS = 2048
 GROUPS, SPAN = 4, 1024
 
 HEADER = """
-// Four neighbours, which may lie apart.
-template <typename T>
-METAL_FUNC metal::vec<float, 4> four_at(const device T* from, size_t step, bool near) {
+// Four neighbours from the d-th on, which may lie apart, or are packed in BITS each,
+// with a scale and a bias for GROUP of them.
+template <int BITS, int GROUP, typename K, typename T>
+METAL_FUNC metal::vec<float, 4> four_at(
+    const device K* from, const device T* scales, const device T* biases, int d,
+    size_t step, bool near) {
+  if (BITS > 0) {
+    const uint four = uint(from[d * BITS / 32 * step]) >> (d * BITS % 32);
+    const uint ones = (1u << BITS) - 1;
+    const float scale = float(scales[d / GROUP]), bias = float(biases[d / GROUP]);
+    return metal::vec<float, 4>(
+        metal::fma(float(four & ones), scale, bias),
+        metal::fma(float(four >> BITS & ones), scale, bias),
+        metal::fma(float(four >> 2 * BITS & ones), scale, bias),
+        metal::fma(float(four >> 3 * BITS & ones), scale, bias));
+  }
+  from += d * step;
   if (near) {
-    const metal::vec<T, 4> v = *reinterpret_cast<const device metal::vec<T, 4>*>(from);
+    const metal::vec<K, 4> v = *reinterpret_cast<const device metal::vec<K, 4>*>(from);
     return metal::vec<float, 4>(float(v[0]), float(v[1]), float(v[2]), float(v[3]));
   }
   return metal::vec<float, 4>(float(from[0]), float(from[step]), float(from[2 * step]),
@@ -104,20 +118,25 @@ SOURCE = """
   const bool near = k_strides[3] == 1 && v_strides[3] == 1 &&
                     (k_strides[0] | k_strides[1] | k_strides[2] | v_strides[0] |
                      v_strides[1] | v_strides[2]) % 4 == 0;
-  const device T* keys = k + batch * k_strides[0] + kv * k_strides[1] +
-                         column / 2 * (D / 4) * k_strides[3];
-  const device T* values = v + batch * v_strides[0] + kv * v_strides[1] +
-                           row * EIGHTH * v_strides[3];
+  const device K* keys = k + batch * k_strides[0] + kv * k_strides[1];
+  const device K* values = v + batch * v_strides[0] + kv * v_strides[1];
+  // Scales and biases are stored alike. Where nothing is packed, nothing reads them.
+  const size_t k_at = batch * k_scales_strides[0] + kv * k_scales_strides[1];
+  const size_t v_at = batch * v_scales_strides[0] + kv * v_scales_strides[1];
+  const device T *key_scales = k_scales + k_at, *key_biases = k_biases + k_at;
+  const device T *value_scales = v_scales + v_at, *value_biases = v_biases + v_at;
 
   for (int begin = piece * SPAN + 8 * group; begin < end; begin += 8 * P) {
     // Keys beyond the last are read as the last, and hidden.
-    const device T* key = keys + metal::min(begin + row, L - 1) * k_strides[2];
+    const size_t key = metal::min(begin + row, L - 1);
     metal::simdgroup_matrix<float, 8, 8> scores[QT];
     for (int r = 0; r < QT; ++r)
       scores[r] = metal::simdgroup_matrix<float, 8, 8>(0.0f);
     for (int f = 0; f < D / 16; ++f) {
-      const metal::vec<float, 4> four =
-          four_at(key + 4 * f * k_strides[3], k_strides[3], near);
+      const metal::vec<float, 4> four = four_at<BITS, GROUP>(
+          keys + key * k_strides[2], key_scales + key * k_scales_strides[2],
+          key_biases + key * k_scales_strides[2], column / 2 * (D / 4) + 4 * f,
+          k_strides[3], near);
       for (int pair = 0; pair < 2; ++pair) {
         metal::simdgroup_matrix<float, 8, 8> a, b;
         a.thread_elements()[0] = four[2 * pair];
@@ -149,13 +168,16 @@ SOURCE = """
         chances[r].thread_elements()[i] = chance;
         for (int u = 0; u < EIGHTH; ++u) results[u][r].thread_elements()[i] *= shrunk;
       }
-    const device T* one = values + metal::min(begin + column, L - 1) * v_strides[2];
-    const device T* two = values + metal::min(begin + column + 1, L - 1) * v_strides[2];
+    const size_t one = metal::min(begin + column, L - 1);
+    const size_t two = metal::min(begin + column + 1, L - 1);
     for (int f = 0; f < EIGHTH / 4; ++f) {
-      const metal::vec<float, 4> left =
-          four_at(one + 4 * f * v_strides[3], v_strides[3], near);
-      const metal::vec<float, 4> right =
-          four_at(two + 4 * f * v_strides[3], v_strides[3], near);
+      const int d = row * EIGHTH + 4 * f;
+      const metal::vec<float, 4> left = four_at<BITS, GROUP>(
+          values + one * v_strides[2], value_scales + one * v_scales_strides[2],
+          value_biases + one * v_scales_strides[2], d, v_strides[3], near);
+      const metal::vec<float, 4> right = four_at<BITS, GROUP>(
+          values + two * v_strides[2], value_scales + two * v_scales_strides[2],
+          value_biases + two * v_scales_strides[2], d, v_strides[3], near);
       for (int c = 0; c < 4; ++c) {
         metal::simdgroup_matrix<float, 8, 8> a;
         a.thread_elements()[0] = left[c];
@@ -223,6 +245,10 @@ SOURCE = """
 """
 
 
+# Packed numbers, and scales and biases of groups.
+Packed = tuple[mx.array, mx.array, mx.array]
+
+
 class Form(NamedTuple):
     """What the kernel is compiled and timed for."""
 
@@ -230,6 +256,25 @@ class Form(NamedTuple):
     heads: int
     key_heads: int
     dtype: mx.Dtype
+    #: Of packed keys and values; 0: they are not packed.
+    bits: int = 0
+    group_size: int = 0
+
+    @classmethod
+    def of(cls, queries: mx.array, keys: mx.array | Packed) -> Form:
+        """The form of this attention."""
+        _, heads, _, size = queries.shape
+        if isinstance(keys, mx.array):
+            return cls(size, heads, keys.shape[1], queries.dtype)
+        packed, scales, _ = keys
+        packing = packed.shape[3] * 32 // size, size // scales.shape[3]
+        return cls(size, heads, packed.shape[1], queries.dtype, *packing)
+
+    @property
+    def variants(self) -> tuple[Form, ...]:
+        """This form, and the packed ones that are tried: by the usual group size."""
+        packed = (self._replace(bits=bits, group_size=64) for bits in (8, 4))
+        return (self, *packed)
 
     @property
     def known(self) -> bool:
@@ -239,26 +284,48 @@ class Form(NamedTuple):
     @property
     def name(self) -> str:
         """A name for verdicts and reports."""
-        size, heads, pairs, dtype = self.wire()
-        return f"attention, {dtype}, {heads} / {pairs} heads of {size}"
+        size, heads, pairs, dtype, bits, group = self.wire()
+        packed = f", {bits} bits by {group}" if bits else ""
+        return f"attention, {dtype}, {heads} / {pairs} heads of {size}{packed}"
 
     @classmethod
     def read(cls, wire: Sequence[Any]) -> Form:
         """The form that :meth:`wire` described."""
-        size, heads, pairs, dtype = wire
-        return cls(size, heads, pairs, getattr(mx, dtype))
+        size, heads, pairs, dtype, *packing = wire
+        return cls(size, heads, pairs, getattr(mx, dtype), *packing)
 
     def wire(self) -> list[int | str]:
         """The form in values for JSON."""
         dtype = str(self.dtype).rpartition(".")[2]
-        return [self.size, self.heads, self.key_heads, dtype]
+        return [
+            *(self.size, self.heads, self.key_heads, dtype),
+            *(self.bits, self.group_size),
+        ]
+
+    def packed(self, array: mx.array) -> mx.array | Packed:
+        """Keys or values as the kernel gets them."""
+        if not self.bits:
+            return array
+        packed, scales, biases = mx.quantize(
+            array, group_size=self.group_size, bits=self.bits
+        )
+        return packed, scales, biases
+
+    def unpacked(self, arrays: mx.array | Packed) -> mx.array:
+        """What :meth:`packed` stores, in float32."""
+        if isinstance(arrays, mx.array):
+            return arrays.astype(mx.float32)
+        packed, scales, biases = arrays
+        wide = scales.astype(mx.float32), biases.astype(mx.float32)
+        return mx.dequantize(packed, *wide, group_size=self.group_size, bits=self.bits)
 
 
 @cache
 def _kernel(scale: float) -> Any:
     # The kernel computes powers of two, so scores are scaled by log2(e).
     source = SOURCE.replace("@SCALE@", f"{scale * log2(e):.9e}")
-    arrays = "q", "k", "v", "mask"
+    packed = "k_scales", "k_biases", "v_scales", "v_biases"
+    arrays = "q", "mask", "k", "v", *packed
     return metal_kernel(
         "attention", source, arrays, ("out",), header=HEADER, copies_views=False
     )
@@ -266,8 +333,8 @@ def _kernel(scale: float) -> Any:
 
 def attention(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: mx.array | Packed,
+    values: mx.array | Packed,
     scale: float,
     mask: mx.array | str,
 ) -> mx.array:
@@ -275,7 +342,8 @@ def attention(
 
     Args:
         queries: shape (B, H, S, D).
-        keys, values: shape (B, KV, L, D), KV a divisor of H.
+        keys, values: shape (B, KV, L, D), KV a divisor of H; or packed by
+            ``mx.quantize``, with scales and biases.
         scale: factor of the products of queries and keys.
         mask: boolean, of shape (B or 1, any, S, L), the same for all heads; or
             ``"causal"``: the last query sees all keys, the one before it one fewer.
@@ -284,23 +352,31 @@ def attention(
         Shape (B, H, S, D), the heads of a token one after the other in memory.
     """
     rows, heads, tokens, size = queries.shape
-    columns, pairs = keys.shape[2], keys.shape[1]
+    form = Form.of(queries, keys)
+    # Where nothing is packed, the kernel reads no scales.
+    nothing = queries, queries
+    k, *k_more = (keys, *nothing) if isinstance(keys, mx.array) else keys
+    v, *v_more = (values, *nothing) if isinstance(values, mx.array) else values
+    columns, pairs = k.shape[2], k.shape[1]
     pieces = -(-columns // SPAN)
     tiles = 1 if size > 128 or heads // pairs * tokens <= 8 else 2
     blocks = -(-(heads // pairs * tokens) // (8 * tiles))
     count = rows * tokens * heads
     dtype = queries.dtype if pieces == 1 else mx.float32
-    causal, nothing = isinstance(mask, str), mx.ones((1, 1, 1, 8), mx.bool_)
+    causal, all_seen = isinstance(mask, str), mx.ones((1, 1, 1, 8), mx.bool_)
     (out,) = _kernel(float(scale))(
-        inputs=[queries, keys, values, nothing if causal else mask],
+        inputs=[queries, all_seen if causal else mask, k, v, *k_more, *v_more],
         template=[
             ("T", queries.dtype),
+            ("K", k.dtype),
             ("O", dtype),
             ("D", size),
             ("QT", tiles),
             ("P", GROUPS),
             ("SPAN", SPAN),
             ("CAUSAL", causal),
+            ("BITS", form.bits),
+            ("GROUP", form.group_size or 1),
         ],
         grid=(blocks * 32 * GROUPS, pairs, rows * pieces),
         threadgroup=(32 * GROUPS, 1, 1),
@@ -326,20 +402,21 @@ def faults(form: Form, tokens: tuple[int, ...] = (1, 2, 5, 8)) -> str:
     Rows of different lengths, with masks of one head and of all, in one piece and in
     several, are compared with MLX's attention in float32.
     """
-    size, heads, pairs, dtype = form
+    size, heads, pairs, dtype, *_ = form
     allowed, scale = 1e-4 if dtype == mx.float32 else 0.02, size**-0.5
     for number, columns in product(tokens, (SPAN // 2 - 3, SPAN + 100)):
         shapes = (heads, number), (pairs, columns), (pairs, columns)
-        q, k, v = (
+        q, *dense = (
             mx.random.normal((2, h, n, size), key=mx.random.key(i)).astype(dtype)
             for i, (h, n) in enumerate(shapes)
         )
+        k, v = map(form.packed, dense)
         lengths = mx.array([columns - 30, columns])[:, None, None, None]
         later = mx.arange(1 - number, 1)[:, None]
         sees = mx.arange(columns) < lengths + later
         for mask in (sees, mx.repeat(sees, heads, axis=1), "causal"):
             with mx.stream(mx.cpu):
-                wide = (x.astype(mx.float32) for x in (q, k, v))
+                wide = q.astype(mx.float32), form.unpacked(k), form.unpacked(v)
                 exact = mx.fast.scaled_dot_product_attention(
                     *wide, scale=scale, mask=mask
                 )
@@ -358,16 +435,19 @@ tokens_of: dict[Form, frozenset[int]] = {}
 
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     """Whether this attention is left to :func:`attention`: it is proven and faster."""
-    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+    all_keys, all_values = (
+        (x,) if isinstance(x, mx.array) else tuple(x) for x in (keys, values)
+    )
+    if len(all_keys) not in (1, 3) or len(all_keys) != len(all_values):
         return False
-    _, heads, tokens, size = queries.shape
-    form = Form(size, heads, keys.shape[1], queries.dtype)
+    tokens, key = queries.shape[2], all_keys[0]
+    form = Form.of(queries, keys)
     return (
         tokens in tokens_of.get(form, ())
-        and keys.shape[2] >= FEWEST_COLUMNS
-        and keys.shape == values.shape
-        and queries.dtype == keys.dtype == values.dtype
-        and (mask == "causal" if isinstance(mask, str) else _shown(mask, queries, keys))
+        and key.shape[2] >= FEWEST_COLUMNS
+        and all(k.shape == v.shape for k, v in zip(all_keys, all_values, strict=True))
+        and queries.dtype == all_keys[-1].dtype == all_values[-1].dtype
+        and (mask == "causal" if isinstance(mask, str) else _shown(mask, queries, key))
     )
 
 

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.gated_delta import gated_delta_kernel
 
 from ..cuda import gated_delta
@@ -105,15 +106,15 @@ def try_form(request: dict[str, Any]) -> dict[str, Any]:
 def try_attention(request: dict[str, Any]) -> dict[str, Any]:
     """Prove our attention of few queries, and time it and MLX's with long rows."""
     form = attention.Form.read(request["attention"])
-    size, heads, pairs, dtype = form
-    hows: dict[str, Callable[..., mx.array]] = {"mlx": _mlx_attention}
+    hows: dict[str, Callable[..., mx.array]] = {"mlx": partial(_mlx_attention, form)}
     fault = _attention_faults(form) if request["ours"] else ""
     if request["ours"] and not fault:
         hows["ours"] = attention.attention
-    caches = _caches((2, pairs, _COLUMNS, size), dtype)
+    caches = _caches(form)
     times: dict[str, dict[int, float]] = {"mlx": {}, "ours": {}}
     for tokens in request["rows"]:
-        q = mx.random.normal((1, heads, tokens, size)).astype(dtype)
+        shape = 1, form.heads, tokens, form.size
+        q = mx.random.normal(shape).astype(form.dtype)
         mx.eval(q)
         some = {n: h for n, h in hows.items() if n == "mlx" or tokens > 1}
         chains = {n: partial(_attended, how, q, caches) for n, how in some.items()}
@@ -128,30 +129,38 @@ _layer_agrees = lru_cache(1)(gated_delta._agrees)
 
 
 @lru_cache(1)
-def _caches(shape: tuple[int, ...], dtype: mx.Dtype) -> list[mx.array]:
+def _caches(form: attention.Form) -> list[list[Any]]:
     """Keys and values of a chain of layers, evaluated."""
-    caches = [
-        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
-        for i in range(_LAYERS)
+    shape, count = (1, form.key_heads, _COLUMNS, form.size), 2 * _LAYERS
+    drawn = [
+        form.packed(mx.random.normal(shape, key=mx.random.key(i)).astype(form.dtype))
+        for i in range(count)
     ]
-    mx.eval(caches)
-    return caches
+    mx.eval(drawn)
+    return [drawn[i : i + 2] for i in range(0, count, 2)]
 
 
 def _mlx_attention(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, mask: str
+    form: attention.Form, q: mx.array, k: Any, v: Any, scale: float, mask: str
 ) -> mx.array:
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    if not form.bits:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    # mlx-lm's function scales the queries in place, and takes a text for a mask, too.
+    how: Any = {"mask": mask, "group_size": form.group_size, "bits": form.bits}
+    result: mx.array = quantized_scaled_dot_product_attention(
+        mx.array(q), k, v, scale, **how
+    )
+    return result
 
 
 def _attended(
-    how: Callable[..., mx.array], q: mx.array, caches: Sequence[mx.array]
+    how: Callable[..., mx.array], q: mx.array, caches: Sequence[Any]
 ) -> float:
     """The seconds of a chain of layers, each of which waits for the one before."""
     y, scale = q, q.shape[-1] ** -0.5
     begin = time.perf_counter()
     for keys, values in caches:
-        y = q + how(y, keys[None], values[None], scale, "causal") * 0
+        y = q + how(y, keys, values, scale, "causal") * 0
     mx.eval(y)
     return time.perf_counter() - begin
 

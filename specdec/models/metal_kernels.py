@@ -177,7 +177,8 @@ def subjects_of(
     subjects = [(_of_matrix(k, rows), n) for k, n in kinds]
     if ours:
         heads = attention_of(model).items()
-        subjects += [(_of_attention(f, rows), n) for f, n in heads if f.known]
+        forms = [(each, n) for f, n in heads if f.known for each in f.variants]
+        subjects += [(_of_attention(form, rows), n) for form, n in forms]
         subjects += [(_of_layer(f, rows), n) for f, n in layers_of(model).items()]
     return subjects
 
@@ -314,11 +315,13 @@ def take_kernels(model: nn.Module) -> None:
         for form in layers_of(model):
             gated_delta.proven.verdicts[form] = bool(_of_layer(form).used)
         for heads in attention_of(model):
-            attention.tokens_of[heads] = frozenset(_of_attention(heads).used)
+            for each in heads.variants:
+                attention.tokens_of[each] = frozenset(_of_attention(each).used)
     rows_of: Any = few_rows.rows_of
     change_kinds(model, KINDS, lambda layer: bool(rows_of.get(Kind.of(layer))))
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
         kind, of = _by_kernel(module), _form_of(module)
-        if kind is not None and of is not None and attention.tokens_of.get(of):
+        used = of is not None and any(map(attention.tokens_of.get, of.variants))
+        if kind is not None and used:
             module.__class__ = kind

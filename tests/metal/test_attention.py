@@ -35,11 +35,14 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         Form(128, 9, 3, mx.bfloat16),
         Form(192, 3, 1, mx.float16),
         Form(256, 2, 2, mx.bfloat16),
+        Form(64, 4, 2, mx.float32, 8, 32),
+        Form(128, 9, 3, mx.bfloat16, 4, 64),
+        Form(192, 3, 1, mx.float16, 4, 32),
     ],
 )
 def test_attention_is_right(form: Form) -> None:
     """One tile and two, one piece and several, rows of different lengths."""
-    assert attention.faults(form, (1, 3, 6)) == ""
+    assert attention.faults(form, (3,) if form.bits else (1, 3, 6)) == ""
 
 
 def test_a_query_has_the_same_bits_whatever_is_beside_it() -> None:
@@ -85,7 +88,7 @@ def test_a_query_that_sees_nothing_has_nothing() -> None:
         ("best[r][i] - (top == NONE", "top - (top == NONE"),
         ("if (r >= rows) continue;", ""),
         ("(row >> 1) * (D / 4) + 4 * f", "(row >> 1) * (D / 4) + 2 * f"),
-        ("row * EIGHTH * v_strides[3]", "column * EIGHTH * v_strides[3]"),
+        ("const int d = row * EIGHTH", "const int d = column * EIGHTH"),
         ("H + kv * heads + r % heads;", "H + kv * heads + r / S;"),
         ("r / heads * q_strides[2]", "r % S * q_strides[2]"),
         ("WIDE = D + 4", "WIDE = D - 4"),
@@ -104,10 +107,28 @@ def test_planted_faults_are_found(
     assert found
 
 
+@pytest.mark.parametrize(
+    ("text", "old", "new"),
+    [
+        ("HEADER", ">> (d * BITS % 32)", ">> 0"),
+        ("HEADER", "float(scales[d / GROUP])", "float(scales[0])"),
+        ("HEADER", "float(four >> 2 * BITS & ones)", "float(four >> 2 * BITS)"),
+        ("SOURCE", "value_biases = v_biases + v_at", "value_biases = v_biases"),
+        ("SOURCE", "key_scales + key * k_scales_strides[2]", "key_scales"),
+    ],
+)
+def test_planted_faults_of_packed_keys_are_found(
+    monkeypatch: pytest.MonkeyPatch, text: str, old: str, new: str
+) -> None:
+    plant(monkeypatch, attention, text, old, new)
+    assert attention.faults(Form(64, 4, 2, mx.float32, 4, 32), (2,))
+
+
 def test_what_is_not_proven_is_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other numbers of queries, short rows, packed keys, added masks, sinks."""
-    form = Form(64, 4, 2, mx.float32)
-    monkeypatch.setattr(attention, "tokens_of", {form: frozenset({2, 3})})
+    """Other numbers of queries, short rows, other bits, added masks, sinks."""
+    form, packed = Form(64, 4, 2, mx.float32), Form(64, 4, 2, mx.float32, 4, 32)
+    some = frozenset({2, 3})
+    monkeypatch.setattr(attention, "tokens_of", {form: some, packed: some})
     monkeypatch.setattr(attention, "FEWEST_COLUMNS", 40)
     calls: list[str] = []
     monkeypatch.setattr(attention, "attention", lambda *_: calls.append("ours"))
@@ -129,5 +150,8 @@ def test_what_is_not_proven_is_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> N
     assert not ours(q, k, k, mask=mask, cache=None)
     assert not ours(q[:, :, :1], k, k, mask=mask[:, :, :1])
     assert not ours(q, k[:, :, :39], k[:, :, :39], mask=mask[..., :39])
-    assert not ours(q, (k, k, k), (k, k, k), mask=mask)
+    assert ours(q, packed.packed(k), packed.packed(k), mask=mask)
+    other = packed._replace(bits=8).packed(k)
+    assert not ours(q, other, other, mask=mask)
+    assert not ours(q, packed.packed(k), other, mask=mask)
     assert not ours(q.astype(mx.bfloat16), k, k, mask=mask)

@@ -292,14 +292,14 @@ def test_a_trial_proves_and_times_a_gated_delta_layer(
 
 
 @needs_compiler
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(("ours", "bits"), [(True, 0), (False, 0), (True, 4)])
 def test_a_trial_proves_and_times_attention(
-    ours: bool, monkeypatch: pytest.MonkeyPatch
+    ours: bool, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "_LAYERS", 2)
     monkeypatch.setattr(trial, "_COLUMNS", 40)
     monkeypatch.setattr(attention, "SPAN", 96)
-    form = attention.Form(64, 2, 1, mx.float32)
+    form = attention.Form(64, 2, 1, mx.float32, bits, 32 * (bits > 0))
     request = {"attention": form.wire(), "rows": [1, 3], "ours": ours}
     request |= {"seconds": 1}
     for _ in emulated(monkeypatch, attention._kernel, metal_kernel=metal_kernel):
@@ -335,6 +335,35 @@ def test_attention_uses_what_was_proven(
     model(mx.array([[4]]), cache=cache)
     assert calls == [3] * len(model.layers)
     assert type(separated(model).layers[0].self_attn) is LlamaAttention
+
+
+def test_packed_keys_use_what_was_proven_for_them(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict for 8 bits says nothing of 4, nor of keys that are not packed."""
+    monkeypatch.setattr(attention, "tokens_of", {})
+    monkeypatch.setattr(attention, "FEWEST_COLUMNS", 1)
+    model = tiny_model("llama", seed=0, head_dim=64)
+    ((form, layers),) = metal_kernels.attention_of(model).items()
+    packed = form.variants[1]
+    with kept_proofs():
+        proofs.keep(metal_kernels._of_attention(packed).verdicts[2, 4], True)
+    take_kernels(model)
+    calls: list[int] = []
+
+    def attended(q: mx.array, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+        calls.append(packed.bits)
+        dense = packed.unpacked(k), packed.unpacked(v)
+        return mx.fast.scaled_dot_product_attention(q, *dense, scale=scale, mask=mask)
+
+    monkeypatch.setattr(attention, "attention", attended)
+    for bits, wanted in ((8, layers), (4, 0), (None, 0)):
+        caches = make_prompt_cache(model)
+        if bits:
+            caches = [c.to_quantized(group_size=64, bits=bits) for c in caches]
+        model(mx.array([[1, 2, 3]]), cache=caches)
+        assert len(calls) == wanted
+        calls.clear()
 
 
 def test_gated_delta_layers_use_what_was_proven(
