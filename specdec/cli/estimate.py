@@ -11,6 +11,7 @@ import click
 
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..errors import UnsupportedModelError
+from ..model_names import short, target_name
 from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
 from ..utils.sizes import format_size
@@ -147,7 +148,7 @@ def estimate(
 
     target, draft, spec, share_of_draft = _outlines(models, config)
     longest = context_length(target.config)
-    rows = _context(context, longest)
+    rows = _context(context, longest, target.name)
     ngram = None if spec is None else ngram_of(spec)
 
     def plan_with(bits: int | None, step: int) -> MemoryPlan:
@@ -210,7 +211,6 @@ def _outlines(
     Models have no weights. The share is that of the target's tokens, if the draft has
     another vocabulary.
     """
-    from ..model_names import target_name
     from ..models.model_outline import check_tokenizers, outline, outline_draft
 
     spec, loading = models.spec, models.loading
@@ -232,17 +232,16 @@ def _outlines(
     return target, draft, spec, None if vocabulary is None else vocabulary.share
 
 
-def _context(asked: int | None, longest: int | None) -> int:
-    """Tokens of a row, which the target's context holds.
+def _context(asked: int | None, longest: int | None, target: str) -> int:
+    """Tokens of a row, which the context of the named target holds.
 
     A run refuses longer prompts and ends rows there: such rows never exist.
     """
     if asked is None:
         return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
     if longest is not None and asked > longest:
-        raise click.BadParameter(
-            f"{asked} is longer than the target's context of {longest} tokens: "
-            f"give {longest} or fewer",
-            param_hint="'--context'",
+        raise click.UsageError(
+            f"--context {asked} is longer than the context of {short(target)}, "
+            f"{longest} tokens: give {longest} or fewer, or another --target"
         )
     return asked

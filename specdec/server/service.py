@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -28,10 +29,13 @@ from .metrics import Metrics
 from .parts import Parts
 from .schema import Notes
 
+log = logging.getLogger("specdec.server")
+
 #: Weight of the row that ended last in the mean time that a row takes.
 _NEWEST = 0.1
 _MOST_RETRY_AFTER = 60
-
+# A row of this many rounds, none of which drafted, shows that the draft idles.
+_IDLE_ROUNDS = 32
 
 #: Prompt, parameters and tools of one choice.
 Choice: TypeAlias = tuple[Encoded, SamplingParams, Tools]
@@ -80,6 +84,7 @@ class Service:
         self._rows = 0  # of accepted requests that have not been answered
         self._row_seconds = 1.0
         self._draining = False
+        self._draft_idles = False  # and the log says so
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -330,6 +335,7 @@ class Service:
         inbox: _Inbox,
     ) -> None:
         self.metrics.ended(result)
+        self._note_idle_draft(result, prepared.choices[choice][1])
         prepared.generated[choice] = result.generated_tokens
         spent = time.monotonic() - prepared.began
         self._row_seconds += _NEWEST * (spent - self._row_seconds)
@@ -365,6 +371,15 @@ class Service:
                 reasoning_tokens=self._reasoning_tokens(encoded, result),
             )
         )
+
+    def _note_idle_draft(self, result: GenerationResult, params: SamplingParams) -> None:
+        """Say once why nothing is drafted, where the number of tokens is chosen."""
+        free = params.num_draft_tokens is None and not params.stepwise
+        idle = free and not result.drafted and result.rounds >= _IDLE_ROUNDS
+        reason = self.decoder.draft_length_reason
+        if idle and reason is not None and not self._draft_idles:
+            self._draft_idles = True
+            log.info("the draft idles: %s", reason)
 
     def _reasoning_tokens(self, encoded: Encoded, result: GenerationResult) -> int:
         """How many tokens an answer's first thought has, its markers included."""

@@ -730,7 +730,7 @@ class AutoLength:
 
     @property
     def reason(self) -> str | None:
-        """The commonest k so far, and what a round that drafts costs.
+        """The commonest k so far, and what a round that drafts brings and costs.
 
         ``None`` before the first round.
         """
@@ -749,10 +749,12 @@ class AutoLength:
             num_rows, some = max(rows, key=lambda n: rows[n]), 1
             if drafted:
                 num_rows, some = max(drafted, key=lambda key: drafted[key])
+            tokens = 1 + sum(self.acceptance.survival(some))
             text = (
                 f"{counted(k, 'draft token') if k else 'no draft'} in "
                 f"{ks[k] / ks.total():.0%} of the rounds; with "
                 f"{counted(num_rows, 'row')} a round of {counted(some, 'draft token')} "
+                f"brings about {tokens:.2f} tokens a row and "
                 f"takes {self.costs.relative(num_rows, some):.2f} times one without"
             )
             near = self._measured_rows

@@ -114,8 +114,8 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
         result = estimate(*base, "--context", "8193", *more)
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr == (
-            "specdec: error: Invalid value for '--context': 8193 is longer than the "
-            "target's context of 8192 tokens: give 8192 or fewer (see: specdec "
+            "specdec: error: --context 8193 is longer than the context of config.json, "
+            "8192 tokens: give 8192 or fewer, or another --target (see: specdec "
             "estimate --help)\n"
         )
     # Where less fits, that is reported.

@@ -213,6 +213,8 @@ def test_paths_and_the_home_folder(
     [
         ("no-such-model", "no model at no-such-model"),
         ("/no/such/folder", "no model at /no/such/folder"),
+        ("/no/such/config.json", "there is no such file: check the path"),
+        ("owner/config.json", "there is no such file: check the path"),
         ("./owner", "no model at"),
         ("../owner/name", "no model at"),
         ("a/b/c", "no model at"),

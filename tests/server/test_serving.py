@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import socket
 import threading
@@ -36,6 +37,7 @@ from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
 from specdec.server.running import bind, run, url_of
 from specdec.server.service import Service
+from tests.scripted import Script
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
 
@@ -51,6 +53,31 @@ def until(condition: Callable[[], bool], seconds: float = 150) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+class Idling(Script):
+    reason = "no draft in 100% of the rounds"
+
+
+def test_a_draft_that_idles_is_noted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who named a draft cannot tell that it does nothing; or reads it at each answer."""
+    caplog.set_level(logging.INFO, "specdec.server")
+    decoder = tiny_decoder(tmp_path, num_draft_tokens="auto")
+    decoder._length = Idling(lambda number: int(number < 3))
+
+    def notes(most: int, **more: Any) -> int:
+        body = {"prompt": "Go on", "max_tokens": most, "min_tokens": most, **more}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return caplog.text.count(f"the draft idles: {Idling.reason}")
+
+    with running(decoder) as server:
+        assert notes(60) == 0  # its first rounds draft
+        assert notes(9) == 0  # too short to tell
+        assert notes(60, num_draft_tokens=0) == 0  # as its client asked
+        assert [notes(60), notes(60)] == [1, 1]
 
 
 def endless(server: Running, **more: Any) -> socket.socket:

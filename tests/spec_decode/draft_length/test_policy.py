@@ -95,7 +95,7 @@ def test_why_it_chose_what_it_chose() -> None:
     assert policy.reason is not None
     said = re.fullmatch(
         r"(\d) draft tokens in (\d+)% of the rounds; with 32 rows a round of (\d) "
-        r"draft tokens takes (\S+) times one without",
+        r"draft tokens brings about (\S+) tokens a row and takes (\S+) times one without",
         policy.reason,
     )
     assert said is not None, policy.reason
@@ -105,11 +105,13 @@ def test_why_it_chose_what_it_chose() -> None:
         100 * result.chosen.count(k) / len(result.chosen), abs=0.51
     )
     true_cost = good.cost(32, k) / good.cost(32, 0)
-    assert float(said[4]) == pytest.approx(true_cost, rel=0.15)
+    true_tokens = 1 + sum(policy.acceptance.survival(k))
+    assert float(said[4]) == pytest.approx(true_tokens, abs=0.006)
+    assert float(said[5]) == pytest.approx(true_cost, rel=0.15)
     _, against = SCENARIOS["always wrong, as dear"].auto()
     assert re.fullmatch(
-        r"no draft in \d+% of the rounds; with 1 row a round of \d draft tokens? takes "
-        r"\d\.\d\d times one without",
+        r"no draft in \d+% of the rounds; with 1 row a round of \d draft tokens? brings about "
+        r"1\.\d\d tokens a row and takes \d\.\d\d times one without",
         str(against.reason),
     ), against.reason
     fresh = AutoLength(RoundCosts(ForwardCosts([cpu(3.0).measured(1)])))
@@ -120,7 +122,7 @@ def test_why_it_chose_what_it_chose() -> None:
         assert fresh.choose(state) == 0
         fresh.observe(RoundTiming(rows, 0, [], 1.0))
     assert str(fresh.reason).startswith(
-        "no draft in 100% of the rounds; with 2 rows a round of 1 draft token takes "
+        "no draft in 100% of the rounds; with 2 rows a round of 1 draft token brings about "
     )
 
 
