@@ -19,7 +19,7 @@ from specdec.tools.bench.machine import origin
 from specdec.tools.bench.raw import Start, write_line
 from specdec.tools.decoding import WARM_UP
 from specdec.utils.files import replace_file
-from specdec.utils.records import read_record
+from specdec.utils.validation import read_record
 
 MIB = 2**20
 

@@ -17,10 +17,15 @@ from ..config import EngineConfig
 from ..model_names import target_name
 from ..prompts import Encoding, PromptRecord
 from ..sampling_params import SamplingParams
-from ..utils.data_files import HALVES, DataError, json_text, parse_json
+from ..utils.data_files import (
+    HALVES,
+    DataError,
+    first_difference,
+    json_text,
+    parse_json,
+)
 from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
-from ..utils.records import first_difference
 from .options import Models
 
 # Settings that are not compared: the text does not depend on the salt, and the seed is

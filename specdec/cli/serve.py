@@ -149,7 +149,7 @@ def serve(
         raise click.UsageError(
             f"--replicas and {other} are two ways to use several devices: take one"
         )
-    modules = ("starlette", "uvicorn", "prometheus_client", "httpx", "pydantic")
+    modules = ("starlette", "uvicorn", "prometheus_client", "httpx")
     check_extra("specdec serve", "server", *modules)
     server = ServerConfig(
         temperature=temp,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,10 +19,10 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema
 
 from ..utils.names import nearest
-from ..utils.printable import quoted
+from ..utils.validation import problem_of, refuse_key
 from .errors import RequestError
 
 #: The most unknown fields of a request: each is compared with all known ones.
@@ -135,7 +135,7 @@ class Record(BaseModel):
                 taken[name] = content
             elif rule := cls.refused.get(name):
                 if not _among(content, rule.only):
-                    _refuse(name, rule.code, f"is not supported: {rule.why}")
+                    raise refuse_key(name, rule.code, f"is not supported: {rule.why}")
             elif name in cls.noted:
                 if content != cls.noted[name] and info.context:
                     info.context.add(f"{name} changes nothing here")
@@ -150,8 +150,8 @@ class Record(BaseModel):
         if path in notes.ignored:
             return
         if len(notes.ignored) == _MOST_UNKNOWN:
-            code, rest = "unknown_parameter", "is one of too many unknown fields"
-            _refuse(name, code, f"{rest}: leave them out")
+            text = "is one of too many unknown fields: leave them out"
+            raise refuse_key(name, "unknown_parameter", text)
         taken = cls.known() - cls.refused.keys()
         near = cls.elsewhere.get(name) or nearest(name[:100], taken, cutoff=0.75)
         if not notes.strict and (near is None or not cls.guesses):
@@ -159,7 +159,8 @@ class Record(BaseModel):
             return
         where = f"of {cls.place}" if cls.place else "of this endpoint"
         meant = f"did you mean {near}?" if near else "leave it out"
-        _refuse(name, "unknown_parameter", f"is not a parameter {where}: {meant}")
+        text = f"is not a parameter {where}: {meant}"
+        raise refuse_key(name, "unknown_parameter", text)
 
 
 R = TypeVar("R", bound=Record)
@@ -173,12 +174,6 @@ def _among(value: Any, neutral: Sequence[Any]) -> bool:
     )
 
 
-def _refuse(name: str, code: str, text: str) -> NoReturn:
-    """Refuse the field of the record that is being checked."""
-    raise PydanticCustomError("refused", "refused", {"name": name, "code": code,
-                                                     "text": text})  # fmt: skip
-
-
 def read(kind: type[R], value: Any, notes: Notes, where: str = "") -> R:
     """A record of a value; ``where`` names the value in messages.
 
@@ -188,78 +183,7 @@ def read(kind: type[R], value: Any, notes: Notes, where: str = "") -> R:
     try:
         return kind.model_validate(value, context=notes)
     except ValidationError as error:
-        raise _request_error(error, value, where) from error
-
-
-_WORDS = {
-    "string_type": "a text",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "none_required": "null",
-}
-_BOUNDS = {
-    "greater_than_equal": ("ge", "{:g} or more"),
-    "greater_than": ("gt", "above {:g}"),
-    "less_than_equal": ("le", "{:g} at most"),
-}
-_LENGTHS = {"too_short": ("min_length", "{} or more"),
-            "too_long": ("max_length", "{} at most"),
-            "string_too_short": ("min_length", "{} or more")}  # fmt: skip
-
-
-def _request_error(error: ValidationError, value: Any, where: str) -> RequestError:
-    """The error that lies deepest; of a choice of kinds, all that were possible."""
-    errors = [(_path(each["loc"], value, where), each) for each in error.errors()]
-    depth = max(path.count(".") + path.count("[") for path, _ in errors)
-    path, first = next(
-        (p, e) for p, e in errors if p.count(".") + p.count("[") == depth
-    )
-    kind, content, context = first["type"], first["input"], first.get("ctx", {})
-    if kind == "refused":
-        name = str(context["name"])
-        path = f"{path}.{name}".lstrip(".")[:200]
-        shown = path if context["code"] != "unknown_parameter" else quoted(path, 100)
-        return RequestError(
-            f"{shown} {context['text']}", field=path, code=context["code"]
-        )
-    if kind == "missing":
-        return RequestError.missing(path)
-    code = "invalid_value"
-    if kind in _WORDS:
-        kinds = [_WORDS.get(e["type"], "") for p, e in errors if p == path]
-        rule = " or ".join(dict.fromkeys(filter(None, kinds)))
-        if not path:
-            return RequestError("the body is not a JSON object: send one",
-                                code="invalid_type")  # fmt: skip
-        text, code = f"{path} is {quoted(content)}, not {rule}", "invalid_type"
-    elif kind in _BOUNDS:
-        key, rule = _BOUNDS[kind]
-        text = f"{path} is {quoted(content)}: it must be {rule.format(context[key])}"
-    elif kind in _LENGTHS:
-        key, rule = _LENGTHS[kind]
-        rule = rule.format(context[key])
-        text = f"{path} has length {len(content)}: it must be {rule}"
-    elif kind == "literal_error":
-        allowed = str(context["expected"]).replace("'", "")
-        text = f"{path} is {quoted(content)}: it must be {allowed}"
-    else:
-        text = f"{path} is {quoted(content)}: {first['msg']}"
-    return RequestError(text, field=path, code=code)
-
-
-def _path(loc: Sequence[int | str], value: Any, where: str) -> str:
-    """A place in the request, without pydantic's names of the kinds that it tried."""
-    path = where
-    for i, step in enumerate(loc):
-        if isinstance(value, list) and isinstance(step, int) and step < len(value):
-            value, path = value[step], f"{path}[{step}]"
-        elif isinstance(value, dict) and step in value:
-            value, path = value[step], f"{path}.{step}"
-        elif isinstance(value, dict) and i == len(loc) - 1:
-            path = f"{path}.{step}"
-    return path.lstrip(".")
+        field, text, code = problem_of(error, value, where)
+        if not field:
+            text = "the body is not a JSON object: send one"
+        raise RequestError(text, field=field or None, code=code) from error

@@ -372,7 +372,9 @@ class Service:
             )
         )
 
-    def _note_idle_draft(self, result: GenerationResult, params: SamplingParams) -> None:
+    def _note_idle_draft(
+        self, result: GenerationResult, params: SamplingParams
+    ) -> None:
         """Say once why nothing is drafted, where the number of tokens is chosen."""
         free = params.num_draft_tokens is None and not params.stepwise
         idle = free and not result.drafted and result.rounds >= _IDLE_ROUNDS

@@ -231,6 +231,21 @@ def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
         level, depth = below, depth + 1
 
 
+def first_difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], missing: Any = None
+) -> tuple[str, Any, Any] | None:
+    """The first key whose values differ, and both values; ``None``: all are equal.
+
+    Args:
+        missing: stands for a missing value.
+    """
+    for key in sorted(before.keys() | now.keys()):
+        was, current = before.get(key, missing), now.get(key, missing)
+        if was != current:
+            return key, was, current
+    return None
+
+
 def is_text(text: str) -> bool:
     """Whether ``text`` has no half of a surrogate pair, so that it can be written."""
     try:

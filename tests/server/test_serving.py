@@ -62,10 +62,11 @@ class Idling(Script):
 def test_a_draft_that_idles_is_noted_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who named a draft cannot tell that it does nothing; or reads it at each answer."""
+    """Who named a draft cannot tell that it does nothing; or reads so each time."""
     caplog.set_level(logging.INFO, "specdec.server")
     decoder = tiny_decoder(tmp_path, num_draft_tokens="auto")
-    decoder._length = Idling(lambda number: int(number < 3))
+    idling: Any = Idling(lambda number: int(number < 3))
+    decoder._length = idling
 
     def notes(most: int, **more: Any) -> int:
         body = {"prompt": "Go on", "max_tokens": most, "min_tokens": most, **more}

@@ -15,12 +15,13 @@ from hashlib import sha256
 from ...prompts import Prompt
 from ...request import acceptance_length, acceptance_rate
 from ...utils.tables import percentile
+from ...utils.validation import Count
 from .recipe import Recipe
 
 Clock = Callable[[], float]
 #: k, the most tokens that a row may draft in the round, and the numbers of tokens that
 #: each running row drafted and accepted in it.
-TracedRound = tuple[int, list[tuple[int, int]]]
+TracedRound = tuple[Count, list[tuple[Count, Count]]]
 
 _GOLDEN = 0.6180339887498949
 
@@ -38,15 +39,15 @@ class RequestRecord:
         prefix_tokens: prompt tokens that a prefix cache had.
     """
 
-    prompt_tokens: int
-    tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
+    prompt_tokens: Count
+    tokens: Count
+    rounds: Count
+    drafted: Count
+    accepted: Count
     first: float
     ended: float
     digest: str
-    prefix_tokens: int = 0
+    prefix_tokens: Count = 0
 
     @property
     def rate(self) -> float:
@@ -68,9 +69,9 @@ class RoundTimes:
         p50: their median.
     """
 
-    k: int
-    near_join: int
-    number: int
+    k: Count
+    near_join: Count
+    number: Count
     p50: float
 
 
@@ -86,8 +87,8 @@ class JobRecord:
     seconds: float
     requests: list[RequestRecord]
     rounds: list[RoundTimes]
-    peak_memory_bytes: int
-    memory_before_bytes: int
+    peak_memory_bytes: Count
+    memory_before_bytes: Count
     traced: list[TracedRound] = field(default_factory=list)
 
     @property

@@ -12,12 +12,13 @@ from ...utils.data_files import (
     HALVES,
     DataError,
     check_shape,
+    first_difference,
     json_text,
     parse_json,
     read_text,
 )
 from ...utils.printable import quoted
-from ...utils.records import first_difference, read_record
+from ...utils.validation import Count, read_record
 from .cells import Cell, Unit
 from .job import JobRecord
 
@@ -35,7 +36,7 @@ class Machine:
     """The machine and versions that a result was measured with."""
 
     cpu: str
-    cores: int
+    cores: Count
     memory_gib: float
     backend: str
     device: str
@@ -81,8 +82,8 @@ class PromptsRecord:
     """The prompts of a run: length and category of each, and how many were found."""
 
     digest: str
-    found: int
-    tokens: list[int]
+    found: Count
+    tokens: list[Count]
     categories: list[str | None]
 
 
@@ -179,12 +180,9 @@ class Results:
 
 def _fits(record: JobRecord) -> bool:
     """Whether figures can be computed from the record's numbers."""
-    requests = all(
-        0 <= r.accepted <= r.drafted and r.rounds >= 0 and r.tokens >= 0
-        for r in record.requests
-    )
+    requests = all(r.accepted <= r.drafted for r in record.requests)
     traced = all(
-        0 <= accepted <= drafted <= k <= _MOST_DRAFTED
+        accepted <= drafted <= k <= _MOST_DRAFTED
         for k, rows in record.traced
         for drafted, accepted in rows
     )

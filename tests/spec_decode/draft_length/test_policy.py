@@ -95,7 +95,8 @@ def test_why_it_chose_what_it_chose() -> None:
     assert policy.reason is not None
     said = re.fullmatch(
         r"(\d) draft tokens in (\d+)% of the rounds; with 32 rows a round of (\d) "
-        r"draft tokens brings about (\S+) tokens a row and takes (\S+) times one without",
+        r"draft tokens brings about (\S+) tokens a row and takes (\S+) times one "
+        r"without",
         policy.reason,
     )
     assert said is not None, policy.reason
@@ -110,8 +111,8 @@ def test_why_it_chose_what_it_chose() -> None:
     assert float(said[5]) == pytest.approx(true_cost, rel=0.15)
     _, against = SCENARIOS["always wrong, as dear"].auto()
     assert re.fullmatch(
-        r"no draft in \d+% of the rounds; with 1 row a round of \d draft tokens? brings about "
-        r"1\.\d\d tokens a row and takes \d\.\d\d times one without",
+        r"no draft in \d+% of the rounds; with 1 row a round of \d draft tokens? "
+        r"brings about 1\.\d\d tokens a row and takes \d\.\d\d times one without",
         str(against.reason),
     ), against.reason
     fresh = AutoLength(RoundCosts(ForwardCosts([cpu(3.0).measured(1)])))
@@ -122,7 +123,7 @@ def test_why_it_chose_what_it_chose() -> None:
         assert fresh.choose(state) == 0
         fresh.observe(RoundTiming(rows, 0, [], 1.0))
     assert str(fresh.reason).startswith(
-        "no draft in 100% of the rounds; with 2 rows a round of 1 draft token brings about "
+        "no draft in 100% of the rounds; with 2 rows a round of 1 draft token brings "
     )
 
 

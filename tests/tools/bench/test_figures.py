@@ -14,8 +14,8 @@ from specdec.tools.bench.job import JobRecord, RequestRecord, RoundTimes
 from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import findings, html_page, report
-from specdec.utils.records import read_record
 from specdec.utils.tables import percentile
+from specdec.utils.validation import read_record
 
 from .conftest import Tiny
 

@@ -28,7 +28,7 @@ from specdec.tools.bench.figures import Figures
 from specdec.tools.bench.raw import Results
 from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import block, report, write_report
-from specdec.utils.records import read_record
+from specdec.utils.validation import read_record
 
 from ...models.draft_heads.published import dflash_config, write_head
 from ...models.folders import write_folder
