@@ -536,7 +536,12 @@ class CacheCore:
         return lost
 
     def trim_per_sequence(
-        self, n: RowCounts, at_most: int | None = None, fewest: int = 0
+        self,
+        n: RowCounts,
+        at_most: int | None = None,
+        fewest: int = 0,
+        *,
+        fresh: bool = False,
     ) -> None:
         """Take back the last ``n[i]`` tokens of row ``i``; no copy, no synchronisation.
 
@@ -547,6 +552,8 @@ class CacheCore:
                 Without it, a ring that may have wrapped reads ``n``.
             fewest: the smallest value that an array ``n`` can hold, when the host knows
                 it.
+            fresh: ``n`` counts tokens of the last write, which all rows still have, so
+                nothing has to bound it.
 
         Raises:
             CacheError: ``n`` has another length than the batch, is negative or not
@@ -573,9 +580,12 @@ class CacheCore:
         if self.ring is not None:
             self.ring.trim(at_most)
         offset = self.offset
-        self.offset = self._memo.get(
-            "trim", (offset, counts), None, lambda: mx.clip(offset - counts, 0, offset)
-        )
+
+        def trimmed() -> mx.array:
+            left = offset - counts
+            return left if fresh else mx.clip(left, 0, offset)
+
+        self.offset = self._memo.get("trim", (offset, counts), fresh, trimmed)
         self._longest = max(0, self._longest - fewest)
         self._uniform = self._uniform and fewest == at_most
 

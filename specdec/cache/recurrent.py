@@ -393,7 +393,12 @@ class BatchRecurrentCache(BatchCache):
         return self._num_written > 0
 
     def trim_per_sequence(
-        self, n: RowCounts, at_most: int | None = None, fewest: int = 0
+        self,
+        n: RowCounts,
+        at_most: int | None = None,
+        fewest: int = 0,
+        *,
+        fresh: bool = False,
     ) -> None:
         """Take back the last ``n[i]`` tokens of row ``i``, all from the last write.
 
@@ -407,7 +412,7 @@ class BatchRecurrentCache(BatchCache):
         elif at_most is None:
             at_most = int(n.max()) if n.size else 0
         if at_most <= 1 and not self._num_written and self._options["single_stays"]:
-            super().trim_per_sequence(n, at_most, fewest)
+            super().trim_per_sequence(n, at_most, fewest, fresh=fresh)
             return
         kept = self._kept
         if kept is None:
@@ -422,7 +427,7 @@ class BatchRecurrentCache(BatchCache):
                 f"{at_most} tokens cannot be taken back: {self._num_written} were "
                 "written last, and states before those are gone"
             )
-        super().trim_per_sequence(n, at_most, fewest)
+        super().trim_per_sequence(n, at_most, fewest, fresh=fresh)
         if at_most > 0:
             self._kept = left
             if isinstance(n, mx.array):

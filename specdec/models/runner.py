@@ -104,7 +104,7 @@ class ModelRunner:
             cache_options(config, backend),
             additive_mask=not (backend.boolean_masks or reads_boolean_masks(model)),
             mask_heads=query_heads(model) if backend.boolean_masks else 1,
-            exact_alone=not single,
+            exact_alone=not single and getattr(model, "attends_alone", True),
         )
         self.options = check_caches(model, name, self.options)
         # An array that is not computed yet belongs to the thread that made it, and
@@ -711,9 +711,13 @@ class ModelRows:
     def trim_per_sequence(
         self, n: mx.array | Sequence[int], at_most: int, fewest: int = 0
     ) -> None:
-        """Take back ``n[i]`` tokens of row ``i``: each is ``fewest`` to ``at_most``."""
+        """Take back ``n[i]`` tokens that were just written to row ``i``.
+
+        Args:
+            n: each is ``fewest`` to ``at_most``.
+        """
         for cache in self._caches:
-            cache.trim_per_sequence(n, at_most, fewest)
+            cache.trim_per_sequence(n, at_most, fewest, fresh=True)
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """Tell the caches how long their rows are, as far as the host knows."""

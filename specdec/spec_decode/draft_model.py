@@ -210,9 +210,9 @@ class DraftModelRows(DraftRows):
             self._missed.add(round_.tail)
             return
         written = round_.num_draft_tokens + 1
-        dropped = written - accepted.kept
+        dropped = accepted.rejected
         if self._ahead:
-            dropped += mx.where(round_.active, 0, self._ahead)
+            dropped = dropped + mx.where(round_.active, 0, self._ahead)
         self._rows.trim_per_sequence(dropped, written + self._ahead)
         self._ahead = 0
 

@@ -240,7 +240,7 @@ class HeadRows(StateRows):
         assert accepted.hidden is not None
         width = accepted.hidden.shape[1]
         outputs = self._rows.call("absorb", accepted.hidden, accepted.chosen)
-        self._rows.trim_per_sequence(width - accepted.kept, width)
+        self._rows.trim_per_sequence(accepted.rejected, width)
         self._keep(outputs, accepted.kept)
         if not round_.num_draft_tokens:
             self._evaluate()

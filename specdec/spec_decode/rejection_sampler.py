@@ -15,7 +15,7 @@ block
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -33,11 +33,18 @@ class Accepted:
             token, then the proposals), shape (B, k + 1, D): the outputs of the layers
             that the drafter asked for, before any norm, joined along the last axis.
             ``None`` if it asked for none.
+        rejected: how many of the round's inputs are taken back, shape (B,), int32;
+            ``None`` computes it.
     """
 
     chosen: mx.array
     kept: mx.array
     hidden: mx.array | None = None
+    rejected: mx.array = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.rejected is None:
+            object.__setattr__(self, "rejected", self.chosen.shape[1] - self.kept)
 
 
 def count_kept(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:

@@ -79,7 +79,6 @@ class Decision(Accepted):
     """What a round decided, on the device: what rows accept, and what follows from it.
 
     Args:
-        rejected: how many of the round's inputs are taken back, shape (B,), int32.
         committed: what is committed after the round.
         packed: for the host, shape (B, k + 3), int32: how many tokens each row keeps;
             the most draft tokens that it could accept, of those proposed for it, or -1
@@ -91,7 +90,6 @@ class Decision(Accepted):
             that the row keeps.
     """
 
-    rejected: mx.array = field(kw_only=True)
     committed: Committed = field(kw_only=True)
     packed: mx.array = field(kw_only=True)
     peaks: mx.array = field(kw_only=True)

@@ -371,6 +371,29 @@ def test_companions_do_not_change_a_block(
         assert row.accepted == alone.accepted
 
 
+def test_one_row_writes_entries_by_a_graph(
+    lender: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone row's entry needs no exact read: else each plain round runs as usual."""
+    drafter, _ = drafter_of(tmp_path, CONFIGS["dspark"], lender, BEHIND)
+    compiled, usual = drafter.runner.compiled, list[Any]()
+    assert compiled is not None
+    call = compiled.call
+
+    def counted(*given: Any, **how: Any) -> Any:
+        result = call(*given, **how)
+        usual.append(result is None)
+        return result
+
+    monkeypatch.setattr(compiled, "call", counted)
+    run_rows(
+        lender.model, None, [[5, 6, 7]], [SamplingParams(max_tokens=24)],
+        drafter=drafter, backend=BEHIND, length=Script(lambda number: 0),
+    )  # fmt: skip
+    assert len(usual) > 20
+    assert not any(usual[4:])  # shapes are new before
+
+
 def test_a_block_has_an_end(
     lender: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,6 +74,7 @@ class BlockHead(DraftHead):
 
     args: BlockConfig
     at_once = True
+    attends_alone = False  # entries are written without, and a block has several tokens
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)

@@ -30,6 +30,8 @@ class DraftHead(nn.Module):
     reads_prompts = True
     #: Whether one forward gives all proposals; otherwise each takes a step.
     at_once = False
+    #: Whether a single token of one row ever attends.
+    attends_alone = True
     #: The most tokens that it can propose in a round; ``None``: any number.
     max_proposals: int | None = None
     #: How many of the first tokens are frequent, and the target's ends with an output
