@@ -15,7 +15,7 @@ from .kernels import cuda_kernel
 from .proofs import holds
 
 THREADS = 32
-_INPUTS = ("inputs", "chosen", "limit", "meant", "recent", "lengths")
+_INPUTS = ("inputs", "chosen", "limit", "meant", "recent", "lengths", "peaks")
 _OUTPUTS = ("kept", "allowed", "rejected", "packed", "next_recent", "next_lengths")
 # A block commits a row. All of its threads count accepted tokens, and they share the
 # copying.
@@ -25,7 +25,10 @@ _SETTLE = """
   const int* drafts = inputs + row * width + 1;
   const int* own = chosen + row * width;
   const int* before = recent + row * window;
-  const int most = min(limit[row], meant[row]);
+  int most = min(limit[row], meant[row]);
+  for (int j = 0; j < width; ++j) {
+    if (!(static_cast<float>(peaks[row * width + j]) < INFINITY)) most = -1;
+  }
 
   int accepted = 0;
   while (accepted < min(k, most) && drafts[accepted] == own[accepted]) ++accepted;
@@ -54,9 +57,11 @@ def commit(
     meant: mx.array | None,
     recent: mx.array,
     lengths: mx.array,
+    peaks: mx.array | None = None,
 ) -> tuple[mx.array, ...]:
     """What ``specdec.spec_decode.commit.commit`` computes, its reference."""
     rows, width = chosen.shape
+    peaks = chosen if peaks is None else peaks  # a whole number is finite
     outputs: list[mx.array] = cuda_kernel("commit", _SETTLE, _INPUTS, _OUTPUTS)(
         inputs=[
             # In a round without draft tokens, ``inputs`` are a view, which would be
@@ -67,7 +72,9 @@ def commit(
             limit if meant is None else meant.astype(mx.int32),
             recent,
             lengths,
+            peaks,
         ],
+        template=[("T", peaks.dtype)],
         grid=(rows * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[
@@ -95,9 +102,11 @@ def _agrees(reference: Callable[..., tuple[mx.array, ...]]) -> bool:
     limit, meant = mx.array([2, -1, 2, 2]), mx.array([1, 2, 2, 0])
     recent = mx.array([[-1, 8, 9], [-1, -1, 9], [7, 8, 9], [7, 8, 9]])
     lengths = mx.array([2, 1, 3, 4])
-    for n, some in ((3, meant), (3, None), (1, None)):
+    peaks = mx.zeros((4, 3))
+    peaks[2:, 1] = mx.array([mx.inf, mx.nan])
+    for n, some, top in ((3, meant, None), (3, None, peaks), (1, None, None)):
         most = mx.minimum(limit, n - 1)
-        asked = inputs[:, :n], chosen[:, :n], most, some, recent, lengths
+        asked = inputs[:, :n], chosen[:, :n], most, some, recent, lengths, top
         with mx.stream(mx.cpu):  # where MLX's operations are compiled already
             wanted = _read(reference(*asked))
         both = zip(_read(commit(*asked)), wanted, strict=True)

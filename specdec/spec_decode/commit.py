@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import mlx.core as mx
 
@@ -78,7 +79,15 @@ class Committed:
 
 #: :func:`commit`, or a kernel that takes and returns the same arrays.
 Compute = Callable[
-    [mx.array, mx.array, mx.array, mx.array | None, mx.array, mx.array],
+    [
+        mx.array,
+        mx.array,
+        mx.array,
+        mx.array | None,
+        mx.array,
+        mx.array,
+        mx.array | None,
+    ],
     tuple[mx.array, ...],
 ]
 
@@ -99,6 +108,7 @@ def commit(
     meant: mx.array | None,
     recent: mx.array,
     lengths: mx.array,
+    peaks: mx.array | None = None,
 ) -> tuple[mx.array, ...]:
     """Compute what follows from a round, by MLX's operations.
 
@@ -109,6 +119,8 @@ def commit(
         limit: see :func:`~specdec.spec_decode.rejection_sampler.count_kept`.
         meant: how many draft tokens are real proposals, shape (B,); ``None``: all.
         recent, lengths: of :class:`Committed`, before the round.
+        peaks: a number for each of ``chosen``; a row in which one is NaN or infinity
+            keeps nothing. ``None``: all are sound.
 
     Returns:
         How many tokens each row keeps, shape (B,), int32; then what :func:`after`
@@ -116,6 +128,8 @@ def commit(
     """
     if meant is not None:
         limit = mx.minimum(limit, meant)
+    if peaks is not None:
+        limit = mx.where((peaks < inf).all(axis=-1), limit, -1)
     kept = count_kept(inputs[:, 1:], chosen, limit)
     return kept, *after(chosen, kept, limit, recent, lengths)
 

@@ -263,13 +263,12 @@ class Verifier:
             logits = round_.grammar.mask(logits, proposed)
         peaks = logits.max(axis=-1)
         meant = None if proposals is None else proposals.lengths
-        if checks:
-            # The keys and values of a draft token may not be finite. They reach the
-            # logits of the tokens before it, as 0 times NaN.
-            limit = mx.where((peaks < inf).all(axis=-1), limit, -1)
         chosen = self.sampling.choose(logits, draws)
         before = round_.recent, round_.lengths
-        kept, *follows = self.compute(inputs, chosen, limit, meant, *before)
+        # The keys and values of a draft token may not be finite. They reach the logits
+        # of the tokens before it, as 0 times NaN.
+        sound = peaks if checks else None
+        kept, *follows = self.compute(inputs, chosen, limit, meant, *before, sound)
         limit, equal = follows[0], kept
         if proposals is not None and self.needs_probabilities:
             chosen, kept = self._by_ratio(chosen, kept, proposals, logits, draws, limit)

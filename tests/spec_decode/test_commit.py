@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import pytest
@@ -25,6 +26,9 @@ from specdec.spec_decode.commit import Committed
 from specdec.tools.decoding import token_level
 from tests.cuda.emulation import cuda
 
+T = TypeVar("T")
+# Most rows of few tokens are sound.
+PEAKS = [1.0, -2.5, 0.0, 3.0, -math.inf, 7.0, 1e30, math.nan, math.inf]
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
 
@@ -48,8 +52,10 @@ def result_of(
     limit: mx.array,
     meant: mx.array | None,
     before: Committed,
+    peaks: mx.array | None = None,
 ) -> Result:
-    return Result(*compute(inputs, chosen, limit, meant, before.recent, before.lengths))
+    committed = before.recent, before.lengths
+    return Result(*compute(inputs, chosen, limit, meant, *committed, peaks))
 
 
 by_operations = partial(result_of, commit.commit)
@@ -62,6 +68,7 @@ class Played:
 
     Args:
         meant: ``None`` where the drafter does not say.
+        peaks: the largest logits; ``None``: they are not looked at.
     """
 
     texts: list[list[int]]
@@ -70,6 +77,12 @@ class Played:
     limit: list[int]
     meant: list[int] | None
     window: int
+    peaks: list[list[float]] | None = None
+
+    @property
+    def tops(self) -> mx.array | None:
+        """The largest logits as commits are given them."""
+        return None if self.peaks is None else mx.array(self.peaks)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -90,7 +103,7 @@ def rounds(draw: st.DrawFn) -> Played:
     num_rows, k = draw(st.integers(1, 5)), draw(st.integers(0, 8))
     tokens = st.integers(0, 1 + draw(st.integers(0, 1)))
 
-    def rows(tokens: st.SearchStrategy[int], least: int, most: int) -> list[list[int]]:
+    def rows(tokens: st.SearchStrategy[T], least: int, most: int) -> list[list[T]]:
         row = st.lists(tokens, min_size=least, max_size=most)
         return draw(st.lists(row, min_size=num_rows, max_size=num_rows))
 
@@ -105,6 +118,7 @@ def rounds(draw: st.DrawFn) -> Played:
         numbers(-1),
         numbers(0) if k and draw(st.booleans()) else None,
         draw(st.integers(2, 6)),
+        rows(st.sampled_from(PEAKS), k + 1, k + 1) if draw(st.booleans()) else None,
     )
 
 
@@ -114,6 +128,8 @@ def check(played: Played, result: Result) -> None:
         drafts, chosen, limit = played.proposed[i], played.chosen[i], played.limit[i]
         if played.meant is not None:
             limit = min(limit, played.meant[i])
+        if played.peaks is not None and not all(p < math.inf for p in played.peaks[i]):
+            limit = -1
         kept = 0 if limit < 0 else 1
         while kept and kept <= limit and drafts[kept - 1] == chosen[kept - 1]:
             kept += 1
@@ -144,7 +160,7 @@ def check(played: Played, result: Result) -> None:
 
 @given(rounds())
 def test_what_follows_from_a_round(played: Played) -> None:
-    check(played, by_operations(*played.arguments))
+    check(played, by_operations(*played.arguments, played.tops))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
@@ -180,6 +196,7 @@ def test_what_follows_from_a_verdict_that_others_made(
         proposed=[row[:-1] for row in played.chosen],
         limit=[min(kept, width) - 1] * len(played.texts),
         meant=None,
+        peaks=None,
     )
     wanted = by_operations(*as_if.arguments)
     assert mx.array_equal(result.rejected, wanted.rejected)
@@ -298,12 +315,15 @@ def some_rounds(count: int) -> Iterator[Played]:
             if k and number % 2
             else None,
             choices.randint(2, 6),
+            [[choices.choice(PEAKS) for _ in range(k + 1)] for _ in range(num_rows)]
+            if number % 3 == 1
+            else None,
         )
 
 
 def check_kernel(count: int) -> None:
     for played in some_rounds(count):
-        check(played, by_kernel(*played.arguments))
+        check(played, by_kernel(*played.arguments, played.tops))
 
 
 @cuda.needs_compiler
@@ -339,7 +359,7 @@ def test_what_other_drafters_propose_is_of_any_integers() -> None:
         inputs, chosen, limit, _, committed = played.arguments
         meant = limit.astype(mx.int64)
         result = by_kernel(inputs.astype(mx.uint32), chosen, limit, meant, committed)
-        check(replace(played, meant=None), result)
+        check(replace(played, meant=None, peaks=None), result)
 
 
 FAULTS = {
@@ -351,6 +371,12 @@ FAULTS = {
     "a token ahead": ("const int at = count + j;", "const int at = count + j + 1;"),
     "the first row's": ("chosen + row * width;", "chosen;"),
     "not all that was chosen": ("j < width; j +=", "j < k; j +="),
+    "not finite": ("INFINITY)) most = -1", "INFINITY)) most = most"),
+    "not a number": (
+        "(!(static_cast<float>(peaks[row * width + j]) < INFINITY))",
+        "(static_cast<float>(peaks[row * width + j]) >= INFINITY)",
+    ),
+    "only the first peak": ("peaks[row * width + j]", "peaks[row * width]"),
     "rejected without the extra token": ("width - count", "k - count"),
     "length as it was": ("lengths[row] + count", "lengths[row]"),
 }
