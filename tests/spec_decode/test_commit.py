@@ -160,7 +160,7 @@ def check(played: Played, result: Result) -> None:
 
 @given(rounds())
 def test_what_follows_from_a_round(played: Played) -> None:
-    check(played, by_operations(*played.arguments, played.tops))
+    check(played, by_operations(*played.arguments, peaks=played.tops))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
@@ -323,7 +323,7 @@ def some_rounds(count: int) -> Iterator[Played]:
 
 def check_kernel(count: int) -> None:
     for played in some_rounds(count):
-        check(played, by_kernel(*played.arguments, played.tops))
+        check(played, by_kernel(*played.arguments, peaks=played.tops))
 
 
 @cuda.needs_compiler
