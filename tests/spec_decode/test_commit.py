@@ -80,9 +80,10 @@ class Played:
     peaks: list[list[float]] | None = None
 
     @property
-    def tops(self) -> mx.array | None:
-        """The largest logits as commits are given them."""
-        return None if self.peaks is None else mx.array(self.peaks)
+    def with_peaks(self) -> tuple[Any, ...]:
+        """The arguments, and the largest logits."""
+        peaks = None if self.peaks is None else mx.array(self.peaks)
+        return *self.arguments, peaks
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -160,7 +161,7 @@ def check(played: Played, result: Result) -> None:
 
 @given(rounds())
 def test_what_follows_from_a_round(played: Played) -> None:
-    check(played, by_operations(*played.arguments, peaks=played.tops))
+    check(played, by_operations(*played.with_peaks))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
@@ -323,7 +324,7 @@ def some_rounds(count: int) -> Iterator[Played]:
 
 def check_kernel(count: int) -> None:
     for played in some_rounds(count):
-        check(played, by_kernel(*played.arguments, peaks=played.tops))
+        check(played, by_kernel(*played.with_peaks))
 
 
 @cuda.needs_compiler
