@@ -145,6 +145,6 @@ def reason_of(error: BaseException) -> str:
 def is_full(error: Exception) -> bool:
     """Whether memory ran out, in the words of CUDA, of Metal or of MLX on a CPU."""
     words = "out of memory", "insufficient memory", "to allocate", "alloc_failed"
-    said = str(error).lower()
-    in_mlx = isinstance(error, RuntimeError) and any(word in said for word in words)
+    message = str(error).lower()
+    in_mlx = isinstance(error, RuntimeError) and any(word in message for word in words)
     return in_mlx or isinstance(error, MemoryError)

@@ -388,15 +388,15 @@ def _parse_layers(name: str, text: str) -> tuple[int, ...]:
     """The layer numbers of a text such as ``0-7,22-29``."""
     layers: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
+        if match is None:
             raise ConfigError(
                 f"draft {quoted(name)} names no layers: write "
                 f"{LAYERS_EXAMPLE}, the layers of the target to keep, counted from 0"
                 f"{_hint(name)}"
             )
-        first = int(found[1])
-        last = int(found[2] or first)
+        first = int(match[1])
+        last = int(match[2] or first)
         if last < first:
             raise ConfigError(
                 f"draft {quoted(name)}: {part.strip()} ends before it begins"

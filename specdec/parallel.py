@@ -74,8 +74,8 @@ _VERSIONS = ("specdec", "mlx", "mlx_lm")
 
 def launched_rank() -> int | None:
     """The rank that a launcher gave this process; ``None``: it was started alone."""
-    found = next((os.environ[name] for name in _RANK if name in os.environ), "")
-    return int(found) if found.isdecimal() else None
+    rank = next((os.environ[name] for name in _RANK if name in os.environ), "")
+    return int(rank) if rank.isdecimal() else None
 
 
 class Ranks(ABC):
@@ -141,10 +141,10 @@ class Ranks(ABC):
                 f"MLX cannot join the ranks ({shorten(error)}): start them with "
                 "mlx.launch"
             ) from error
-        found = self.group.rank(), self.group.size()
-        if found != (self.rank, self.size):
+        joined = self.group.rank(), self.group.size()
+        if joined != (self.rank, self.size):
             raise RankError(
-                f"MLX has rank {found[0]} of {found[1]} where the launcher says "
+                f"MLX has rank {joined[0]} of {joined[1]} where the launcher says "
                 f"{self.rank} of {self.size}: start all ranks again"
             )
 
@@ -238,8 +238,8 @@ class Leader(Ranks):
     def _meet(self) -> int | None:
         """Compare versions; return the memory that each rank may use."""
         deadline = time.monotonic() + MEETING
-        own = _facts()
-        sizes, hosts = [own.pop("memory_size")], [""]
+        facts = _facts()
+        sizes, hosts = [facts.pop("memory_size")], [""]
         for peer in self._peers:
             try:
                 seconds = max(1.0, deadline - time.monotonic())
@@ -250,10 +250,10 @@ class Leader(Ranks):
                 ) from error
             sizes.append(theirs.pop("memory_size"))
             hosts.append(peer.link.other_host)
-            if theirs != own:
+            if theirs != facts:
                 raise RankError(
                     f"rank {peer.rank} has other versions ({_named(theirs)}) than rank "
-                    f"0 ({_named(own)}): install the same"
+                    f"0 ({_named(facts)}): install the same"
                 )
         if None in sizes:
             return None
@@ -330,8 +330,8 @@ class Leader(Ranks):
         while peer.mine and peer.theirs:
             (mine, explain), theirs = peer.mine.popleft(), peer.theirs.popleft()
             if mine != theirs:
-                found = explain(mine, theirs)
-                self._fail(f"rank {peer.rank} has parted from rank 0: {found}")
+                difference = explain(mine, theirs)
+                self._fail(f"rank {peer.rank} has parted from rank 0: {difference}")
 
     def _listen(self, peer: _Peer) -> None:
         """Receive a rank's messages until it ends."""
@@ -432,10 +432,12 @@ class Follower(Ranks):
         try:
             yield
         except Exception as error:
-            said = str(error) if isinstance(error, SpecdecError) else reason_of(error)
+            message = (
+                str(error) if isinstance(error, SpecdecError) else reason_of(error)
+            )
             if is_full(error):
-                said = f"its memory is full, lower the batch size ({shorten(error)})"
-            self._reply("error", said)
+                message = f"its memory is full, lower the batch size ({shorten(error)})"
+            self._reply("error", message)
             raise
 
     def _reply(self, what: str, content: Facts) -> None:

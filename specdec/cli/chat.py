@@ -197,7 +197,7 @@ class _Talk:
         parts = Parts(0, self.decoder.tokenizer, encoded, Tools())
         session = self.decoder.session()
         index = session.add_encoded(encoded.prompt, self.params)
-        said = {"text": "", "reasoning": ""}
+        texts = {"text": "", "reasoning": ""}
         # An exception on Ctrl-C would leave a half-done round.
         stop: list[int] = []
         with _heard_by(lambda number, _: stop.append(number)), wired_memory():
@@ -212,15 +212,15 @@ class _Talk:
                     for piece in pieces:
                         assert isinstance(piece, Piece)  # it has no tools
                         kind = piece.kind
-                        if said["reasoning"] and kind == "text" and not said["text"]:
+                        if texts["reasoning"] and kind == "text" and not texts["text"]:
                             show("\n", nl=False)
-                        said[kind] += piece.text
+                        texts[kind] += piece.text
                         show(piece.text, nl=False)
                         sys.stdout.flush()
         show("")
-        answer = {"role": "assistant", "content": said["text"]}
-        if said["reasoning"]:
-            answer["reasoning_content"] = said["reasoning"]
+        answer = {"role": "assistant", "content": texts["text"]}
+        if texts["reasoning"]:
+            answer["reasoning_content"] = texts["reasoning"]
         return answer
 
     def _count(self, result: GenerationResult) -> None:

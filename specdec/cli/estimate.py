@@ -46,9 +46,9 @@ def command_of_run(change: Change) -> str:
     for option in ctx.command.params:
         name, flag = str(option.name), option.opts[0]
         value = changed.get(name, ctx.params.get(name))
-        typed = options.is_given(name) and name not in ABOUT_ESTIMATES
+        was_given = options.is_given(name) and name not in ABOUT_ESTIMATES
         differs = name in changed and value != option.default
-        if value is None or not (typed or differs):
+        if value is None or not (was_given or differs):
             continue
         if isinstance(value, bool):
             words.append(flag if value else option.secondary_opts[0])

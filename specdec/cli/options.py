@@ -227,17 +227,17 @@ def field(kind: Any, name: str, *flags: str, **more: Any) -> Option:
     text, unset = documented(kind)[name]
     if default is None and unset:
         text += f" [default: {unset}]"
-    said: dict[str, Any] = {"help": text, "default": default}
-    said["show_default"] = default is not None
+    settings: dict[str, Any] = {"help": text, "default": default}
+    settings["show_default"] = default is not None
     if get_origin(inner or hint) is Literal or get_origin(hint) is Literal:
-        said["type"] = click.Choice(get_args(hint))
+        settings["type"] = click.Choice(get_args(hint))
     elif get_origin(hint) is tuple:
-        said |= {"type": inner, "multiple": True, "show_default": False}
-        said["help"] += " Repeat it for more."
+        settings |= {"type": inner, "multiple": True, "show_default": False}
+        settings["help"] += " Repeat it for more."
     else:
-        said["type"] = inner
-    said["metavar"] = {int: "N", float: "X", str: "TEXT"}.get(said["type"])
-    return click.option(*(flags or (dashed(name),)), **{**said, **more})
+        settings["type"] = inner
+    settings["metavar"] = {int: "N", float: "X", str: "TEXT"}.get(settings["type"])
+    return click.option(*(flags or (dashed(name),)), **{**settings, **more})
 
 
 @cache
@@ -253,8 +253,8 @@ def documented(kind: Any) -> dict[str, tuple[str, str]]:
     text = text.partition("\n\n")[0]
     texts = {}
     entry = r"(?m)^    ([a-z]\w*(?:, \w+)*):\s((?:.|\n {8})*)"
-    for names, said in re.findall(entry, text):
-        plain = re.sub(r" \([^()]*``[^()]*\)", "", " ".join(said.split()))
+    for names, description in re.findall(entry, text):
+        plain = re.sub(r" \([^()]*``[^()]*\)", "", " ".join(description.split()))
         plain, _, unset = plain.partition(" ``None``: ")
         plain = plain.replace("``", "").rstrip(".;,") + "."
         for name in names.split(", "):

@@ -183,8 +183,8 @@ def finished_in(
         if type(index) is not int or not 0 <= index < len(records):
             raise _foreign(path, number, "is of no prompt")
         record = records[index]
-        said = isinstance(record.prompt, str) and row.get("prompt") != record.prompt
-        if said or row.get("id") != record.id:
+        differs = isinstance(record.prompt, str) and row.get("prompt") != record.prompt
+        if differs or row.get("id") != record.id:
             raise _foreign(path, number, f"is of another prompt {index}")
         if row.get("finish_reason") in ("stop", "length") and _is_whole(row):
             if other := _other_settings(row, settings[index]):

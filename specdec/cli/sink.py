@@ -104,11 +104,11 @@ class Sink:
         for result in self._waiting[index]:
             if _has_nothing(result):
                 continue
-            said, number = record.prompt, str(index)
+            prompt, number = record.prompt, str(index)
             if record.turns:
-                said = (record.prompt, *record.turns)[result.turn]
+                prompt = (record.prompt, *record.turns)[result.turn]
                 number = f"{index}.{result.turn}"
-            self._write(f"== [{number}] {_title(said)}\n{result.text}\n\n")
+            self._write(f"== [{number}] {_title(prompt)}\n{result.text}\n\n")
         self._waiting[index].clear()
 
     def _write(self, text: str) -> None:

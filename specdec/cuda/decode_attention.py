@@ -116,8 +116,8 @@ def _causal(tokens: int, columns: int) -> mx.array:
     It is rare where shapes repeat. NumPy computes it, because operations in a traced
     function would become a kernel too.
     """
-    seen = np.tri(tokens, columns, columns - tokens, dtype=np.bool_)
-    return mx.array(seen[None, None])
+    visible = np.tri(tokens, columns, columns - tokens, dtype=np.bool_)
+    return mx.array(visible[None, None])
 
 
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
@@ -178,12 +178,12 @@ def _agrees_on(columns: int, size: int, dtype: mx.Dtype) -> bool:
         for i, shape in enumerate(shapes)
     )
     lengths = mx.array([columns - 30, columns])[:, None, None, None]
-    seen = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
-    added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
+    visible = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
+    added = mx.where(visible, 0.0, -mx.inf).astype(dtype)
     scale = size**-0.5  # as most models have it: the same kernels serve them
     with mx.stream(mx.cpu):  # where MLX's operations are compiled already
         exact = mx.fast.scaled_dot_product_attention(
-            *(x.astype(mx.float32) for x in (q, k, v)), scale=scale, mask=seen
+            *(x.astype(mx.float32) for x in (q, k, v)), scale=scale, mask=visible
         )
-    masks = added, seen
+    masks = added, visible
     return all(close(attention(q, k, v, scale, m), exact, 0.02) for m in masks)

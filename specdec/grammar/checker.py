@@ -52,16 +52,16 @@ def _main() -> None:
             return ""
         grammar, stack = request["grammar"], request["stack"]
         if not request["key"]:
-            said = _with_stack(stack, lambda: validate(*grammar))
+            reason = _with_stack(stack, lambda: validate(*grammar))
         elif request["key"] != key or tokenizer is None:
             return None
         else:
             matcher = _with_stack(stack, partial(matcher_of, tokenizer, *grammar))
-            said = error_of(matcher)  # with a usual stack, as rows do it
+            reason = error_of(matcher)  # with a usual stack, as rows do it
         kind, text = grammar
-        if said and kind == "json_schema":
-            said = _with_stack(stack, lambda: located(text, said))
-        return said
+        if reason and kind == "json_schema":
+            reason = _with_stack(stack, lambda: located(text, reason))
+        return reason
 
     serve(check, memory=_MEMORY)
 

@@ -66,17 +66,17 @@ class _Checkers:
         }
         child = self._take()
         try:
-            said = child.ask(request, COMPILE_SECONDS)
-            if said is None:
+            reason = child.ask(request, COMPILE_SECONDS)
+            if reason is None:
                 self._give(child, key, words)
-                said = child.ask(request, COMPILE_SECONDS)
+                reason = child.ask(request, COMPILE_SECONDS)
         except ChildError as error:
             raise _child_failed(grammar, error) from error
         finally:
             with self._lock:
                 self._idle.append(child)
-        if said:
-            raise _unusable(grammar, said)
+        if reason:
+            raise _unusable(grammar, reason)
 
     def _give(self, child: Child, key: str, words: Words | None) -> None:
         """Give a child the tokenizer.
@@ -206,8 +206,8 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self._tokenizer = tokenizer_of(self._words)
         fresh = matcher_of(self._tokenizer, grammar.kind, grammar.text)
-        if said := error_of(fresh):
-            raise _unusable(grammar, said)
+        if reason := error_of(fresh):
+            raise _unusable(grammar, reason)
         with self._lock:
             self._kept[grammar] = fresh
             if len(self._kept) > _KEPT:
@@ -302,24 +302,24 @@ def _child_failed(grammar: Grammar, error: ChildError) -> ConfigError:
     simpler = "give a simpler one"
     match error.kind:
         case "late":
-            said = f"takes longer than {COMPILE_SECONDS:g} s to compile: {simpler}"
+            reason = f"takes longer than {COMPILE_SECONDS:g} s to compile: {simpler}"
         case "memory" | "ended":
-            said = f"takes too much memory, or is nested too deeply: {simpler}"
+            reason = f"takes too much memory, or is nested too deeply: {simpler}"
         case "start":
-            said = f"cannot be tried: {error}"
+            reason = f"cannot be tried: {error}"
         case "error":
             return _unusable(grammar, str(error))
-    return ConfigError(f"the {grammar.name} {said}")
+    return ConfigError(f"the {grammar.name} {reason}")
 
 
 #: Places in a grammar and its lines, in messages of llguidance.
 _QUOTED = re.compile(r"^(at )?\d+\(\d+\): |\s+\d+ \| .*", re.DOTALL)
 
 
-def _unusable(grammar: Grammar, said: str) -> ConfigError:
+def _unusable(grammar: Grammar, reason: str) -> ConfigError:
     # Leave out the matcher's internal state.
-    said = said.replace("<non-verbose/>", "").replace("NoExtensionBias", "")
-    said = said.strip() or "no text can follow it"
+    reason = reason.replace("<non-verbose/>", "").replace("NoExtensionBias", "")
+    reason = reason.strip() or "no text can follow it"
     if grammar.label and grammar.kind == "lark":
-        said = _QUOTED.sub("", said)
-    return ConfigError(f"the {grammar.name} cannot be used: {shorten(said)}")
+        reason = _QUOTED.sub("", reason)
+    return ConfigError(f"the {grammar.name} cannot be used: {shorten(reason)}")

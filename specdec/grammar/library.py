@@ -85,11 +85,11 @@ def error_of(matcher: LLMatcher) -> str:
 def validate(kind: str, text: str) -> str:
     """Why a grammar cannot be used with any tokenizer; ``""`` if it can."""
     make = llguidance().LLMatcher
-    said = make.validate_grammar(_source(kind, text), None, limits=_limits())
-    return "" if said.startswith("WARNING") else str(said)
+    reason = make.validate_grammar(_source(kind, text), None, limits=_limits())
+    return "" if reason.startswith("WARNING") else str(reason)
 
 
-def located(text: str, said: str) -> str:
+def located(text: str, reason: str) -> str:
     """Why a JSON schema cannot be used, with the place of the fault in it.
 
     The place is the innermost schema within it that fails for the same reason by
@@ -107,7 +107,7 @@ def located(text: str, said: str) -> str:
         if validate("json_schema", whole) == why:
             place = f"{place}.{path}".lstrip(".")
             inner = _schemas_in(part)
-    return f"at {place}: {said}" if place else said
+    return f"at {place}: {reason}" if place else reason
 
 
 def _schemas_in(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -140,11 +140,11 @@ class _TextModel(deepseek_v41.TextModel):
             start_pos = mx.full((rows,), start_pos, mx.int32)
         span: int = self.args.sliding_window
         at = start_pos[:, None] + mx.arange(tokens)
-        seen = at[..., None] + mx.arange(1 - span, 1)
-        columns = seen
+        positions = at[..., None] + mx.arange(1 - span, 1)
+        columns = positions
         if hasattr(window, "layout"):
-            columns = window.layout.slots(mx.maximum(seen, 0))
-        window_idx = mx.where(seen < 0, -1, columns)
+            columns = window.layout.slots(mx.maximum(positions, 0))
+        window_idx = mx.where(positions < 0, -1, columns)
         streams = mx.broadcast_to(
             h[:, :, None], (rows, tokens, self.args.hc_mult, width)
         )

@@ -9,17 +9,17 @@ from typing import Any
 
 from .. import backend
 from ..cuda import proofs
-from ..utils.kept import KeptEntries, kept_path
+from ..utils.user_cache import CachedEntries, cache_path
 
 VERSION = 1
 # Devices and versions that are remembered; with more, the oldest are forgotten.
 MOST_ENTRIES = 16
 
 
-def kept_proofs() -> AbstractContextManager[None]:
+def cached_proofs() -> AbstractContextManager[None]:
     """A context in which proofs and choices are read from disk and kept there."""
-    path = kept_path("kernels.json")
-    kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
+    path = cache_path("kernels.json")
+    kept = CachedEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
     return proofs.kept_in(KeptProofs(kept, proof_key()))
 
 
@@ -42,7 +42,7 @@ class KeptProofs:
         key: the key of the current device and versions.
     """
 
-    def __init__(self, file: KeptEntries, key: str):
+    def __init__(self, file: CachedEntries, key: str):
         self._file, self._key = file, key
 
     def get(self, name: str) -> bool | None:

@@ -58,7 +58,7 @@ from .folder import (
 )
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
-from .kernel_proofs import kept_proofs
+from .kernel_proofs import cached_proofs
 from .layer_skip import SkippingModel
 from .layers import arrays_of
 from .loaded import LoadedModel
@@ -241,7 +241,7 @@ def fit(model: Any) -> None:
             gated_delta,
             rotated_heads,
         )
-        with kept_proofs(), compiled_beside(_type_of(model)) as waits:
+        with cached_proofs(), compiled_beside(_type_of(model)) as waits:
             proofs = [proof for part in parts for proof in part.proofs_of(model)]
             warm_up.run([partial(compile_together, proofs), *proofs, *waits])
             flattened_matmul.flatten_products(model)
@@ -276,7 +276,7 @@ def choose_kernels(model: nn.Module, ranks: Ranks | None) -> None:
         return
 
     def chosen() -> Mapping[str, bool]:
-        with kept_proofs():
+        with cached_proofs():
             warm_up.run(choices_of(model))
         return choices.all_chosen()
 

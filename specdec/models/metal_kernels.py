@@ -25,7 +25,7 @@ from ..metal import attention, few_rows
 from ..metal.few_rows import BANDS, KINDS, Kind
 from ..metal.trial import form_wire
 from ..utils.child import Child, ChildError
-from .kernel_proofs import kept_proofs
+from .kernel_proofs import cached_proofs
 
 #: Set to 0, no Metal kernel of ours is used.
 SWITCH = "SPECDEC_METAL_KERNELS"
@@ -210,7 +210,7 @@ class Trials:
         timer.daemon = True
         timer.start()
         try:
-            with kept_proofs():
+            with cached_proofs():
                 # New kernels come first: a second run goes on where the time was up.
                 order = sorted(subjects, key=lambda each: not self._is_new(each[0]))
                 left = sum(len(subject.rows) for subject, _ in order)
@@ -309,7 +309,7 @@ def take_kernels(model: nn.Module) -> None:
     """Let proven kernels compute the model's products and layers, in place."""
     if os.environ.get(SWITCH, "").strip() == "0":
         return
-    with kept_proofs():
+    with cached_proofs():
         for kind in matrices_of(model):
             few_rows.rows_of[kind] = frozenset(_of_matrix(kind).used)
         for form in layers_of(model):

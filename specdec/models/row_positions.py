@@ -308,10 +308,10 @@ class _Phi3SmallAttention(nn.Module):
         key = mx.arange(kv_len) // size
         distance = (at // size)[:, None, None, :, None] - key
         head = mx.arange(1, self.n_heads + 1).reshape(self.n_kv_heads, -1, 1, 1)
-        seen = (distance < self.blocksparse_num_local_blocks) | (
+        visible = (distance < self.blocksparse_num_local_blocks) | (
             (key + head) % stride == 0
         )
-        return None, (distance >= 0) & seen
+        return None, (distance >= 0) & visible
 
 
 def _deepseek_v41(model: Any) -> nn.Module:

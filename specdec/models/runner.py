@@ -227,8 +227,8 @@ class ModelRunner:
         if self.compiled is not None:
             self.compiled.look_at_weights()
         longest = max(map(len, prompts), default=0)
-        seen = RowImages(self.images, self.row_inputs, prompts, images)
-        whole = round_up(seen.longest, self.options.read_bucket)
+        row_images = RowImages(self.images, self.row_inputs, prompts, images)
+        whole = round_up(row_images.longest, self.options.read_bucket)
         options = replace(
             self.options,
             max_write=max(
@@ -240,11 +240,13 @@ class ModelRunner:
         )
         padded = self._padded(longest, whole, len(prompts))
         most = self._bound(max(max_length, padded))
-        rows = ModelRows(self, seen.blank(prompts), options, max_round, most, seen)
+        rows = ModelRows(
+            self, row_images.blank(prompts), options, max_round, most, row_images
+        )
         if reuses and self.prefixes is not None:
-            known_as = self._known_as(seen.named(prompts, self.vocab_size), last)
+            known_as = self._known_as(row_images.named(prompts, self.vocab_size), last)
             rows.session = self.prefixes.begin(
-                known_as, max_write=options.max_write, branches=seen.ends
+                known_as, max_write=options.max_write, branches=row_images.ends
             )
         return rows
 

@@ -137,11 +137,11 @@ class Adjustments:
         if (penalty := self.repetition) is not None:
             strength = penalty.per_row(dtype)
             scaled = mx.where(logits < 0, logits * strength, logits / strength)
-            seen = penalty.counts(windows, vocab_size) > 0
-            logits = mx.where(seen, scaled, logits)
+            occurs = penalty.counts(windows, vocab_size) > 0
+            logits = mx.where(occurs, scaled, logits)
         if (penalty := self.presence) is not None:
-            seen = penalty.counts(windows, vocab_size) > 0
-            logits = mx.where(seen, logits - penalty.per_row(dtype), logits)
+            occurs = penalty.counts(windows, vocab_size) > 0
+            logits = mx.where(occurs, logits - penalty.per_row(dtype), logits)
         if (penalty := self.frequency) is not None:
             counts = penalty.counts(windows, vocab_size).astype(dtype)
             logits = logits - counts * penalty.per_row(dtype)

@@ -260,7 +260,7 @@ class _Answer(Response):
     def _details(self, outcome: str) -> str:
         """What the request took, and how it ended, for the log."""
         rendering, usage = self._rendering, self._rendering.usage
-        told = [outcome]
+        facts = [outcome]
         if rendering.outcomes and self._prepared is not None:
             cached = ends = ""
             reasons = [o.ended.reason for o in rendering.outcomes if o.ended]
@@ -268,11 +268,11 @@ class _Answer(Response):
                 cached = f" ({usage.cached} cached)"
                 ends = f", {usage.accepted} of {usage.drafted} drafted accepted, "
                 ends += " ".join(dict.fromkeys(reasons))
-            told += [f"{usage.prompt} prompt tokens{cached}",
+            facts += [f"{usage.prompt} prompt tokens{cached}",
                      f"{self._prepared.generated.total()} generated{ends}"]  # fmt: skip
         if rendering.streamed:
-            told.append("streamed")
-        return f": {', '.join(told)}"
+            facts.append("streamed")
+        return f": {', '.join(facts)}"
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Send the answer; return how it ended."""

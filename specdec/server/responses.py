@@ -326,8 +326,8 @@ class ResponseRendering(Rendering):
                 "call_id": call.id, "name": call.name}  # fmt: skip
         self._items.append({**item, "arguments": "", "status": "in_progress"})
         yield self._item("added")
-        said = {"delta": call.arguments}
-        yield "response.function_call_arguments.delta", {**self._place(), **said}
+        delta = {"delta": call.arguments}
+        yield "response.function_call_arguments.delta", {**self._place(), **delta}
         written = {"arguments": call.arguments, "name": call.name}
         yield "response.function_call_arguments.done", {**self._place(), **written}
         status = "incomplete" if call.cut else "completed"

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..backend import defaults
 from ..cache import put_rows
 from ..cuda import commit_kernel
-from ..models.kernel_proofs import kept_proofs
+from ..models.kernel_proofs import cached_proofs
 from .rejection_sampler import count_kept, next_recent
 
 
@@ -96,7 +96,7 @@ def committer() -> Compute:
     """The kernel if the backend uses it and it is proven; else :func:`commit`."""
     if not defaults().kernels:
         return commit
-    with kept_proofs():
+    with cached_proofs():
         proven = commit_kernel.proven(commit)
     return commit_kernel.commit if proven else commit
 

@@ -23,8 +23,8 @@ from math import exp, log, log2, sqrt
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..utils.kept import KeptEntries, kept_path
 from ..utils.printable import counted
+from ..utils.user_cache import CachedEntries, cache_path
 from .round_times import Peek, RoundTiming, ShadowAcceptance, StepTimer
 
 __all__ = [
@@ -987,8 +987,8 @@ class CostStore:
     """
 
     def __init__(self, path: Path | None = None):
-        self.path = path or kept_path("costs.json")
-        self._entries = KeptEntries(self.path, "costs", version=8, most=64)
+        self.path = path or cache_path("costs.json")
+        self._entries = CachedEntries(self.path, "costs", version=8, most=64)
 
     def load(
         self, key: str, *, new_shape: float = 0.0, join_rounds: int = 0

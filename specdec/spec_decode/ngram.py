@@ -18,7 +18,7 @@ from ..backend import defaults
 from ..cache import put_rows
 from ..cuda import ngram_kernel
 from ..errors import ConfigError
-from ..models.kernel_proofs import kept_proofs
+from ..models.kernel_proofs import cached_proofs
 from ..utils.checks import require, require_int
 from . import ngram_search
 from .corpus import DEPTH, Continuation, Corpora, Corpus
@@ -104,7 +104,7 @@ class NgramDrafter(Drafter):
         # What has `search` and `keep`: the operations, or their kernels.
         self.lookup: ModuleType = ngram_search
         if defaults().kernels:
-            with kept_proofs():
+            with cached_proofs():
                 if ngram_kernel.proven(ngram_search.search, ngram_search.keep):
                     self.lookup = ngram_kernel
 

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 
 from .extras import INSTALL_GXX, install
 from .files import replace_file
-from .kept import kept_path
+from .user_cache import cache_path
 
 #: The way out of the reference BLAS if g++ cannot compile.
 MEND_GXX = f"install g++, or repair it ({INSTALL_GXX})"
@@ -79,7 +79,7 @@ def load_blas() -> tuple[str, str]:
     # Of this machine's kind: folders of users are shared, and so may site-packages be.
     kind = f"{platform.machine()} {platform.libc_ver()}"
     known = hashlib.sha256(f"{library}\n{kind}\n{_SHIM}".encode()).hexdigest()[:16]
-    shim = kept_path(f"openblas-{known}.so")
+    shim = cache_path(f"openblas-{known}.so")
     try:
         _load(shim)
     except OSError:  # not compiled yet, somebody else's, or damaged

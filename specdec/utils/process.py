@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import reason_of
 from .blas import load_blas, mlx_is_for_cpu
 from .child import child_environment
-from .kept import kept_path, private_folder
+from .user_cache import cache_path, private_folder
 
 log = logging.getLogger("specdec.process")
 
@@ -60,7 +60,7 @@ def prepare_process() -> None:
         os.environ[_VISIBLE] = "0" if visible is None else visible.split(",")[0]
         folder = os.environ.get(_KERNELS)
         # That of the process which started this one may be for another GPU.
-        if not folder or Path(folder).parent == kept_path("").resolve():
+        if not folder or Path(folder).parent == cache_path("").resolve():
             os.environ[_KERNELS] = _kernel_folder()
     if sys.platform == "darwin":
         os.environ.setdefault("MLX_ENABLE_TF32", "0")

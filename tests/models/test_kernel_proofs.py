@@ -20,7 +20,7 @@ from specdec.cuda.expert_matmul import (
     PiecewiseSwitchLinear,
 )
 from specdec.models import kernel_proofs, loading
-from specdec.models.kernel_proofs import kept_proofs
+from specdec.models.kernel_proofs import cached_proofs
 from specdec.utils.warm_up import WarmUp
 from specdec.utils.wire import decode, encode
 
@@ -55,11 +55,11 @@ def test_a_proof_is_kept_and_a_failure_is_not(home: Path) -> None:
     """A device that was busy once would be slow for good."""
     right, wrong = Check(True), Check(False, RuntimeError("no compiler"), True)
     for _ in range(3):  # as of three processes
-        with kept_proofs():
+        with cached_proofs():
             assert proofs.holds("right", right)
             proofs.holds("wrong", wrong)
     assert (right.runs, wrong.runs) == (1, 3)
-    with kept_proofs():
+    with cached_proofs():
         assert proofs.holds("wrong", wrong)
         assert not proofs.holds("another", Check(False))
     # Elsewhere nothing is looked up: a test of a proof would test the file.
@@ -71,7 +71,7 @@ def test_a_proof_is_of_a_device_its_versions_and_a_source(
     home: Path, monkeypatch: pytest.MonkeyPatch, fact: str
 ) -> None:
     """Catches a kernel that was proven on another GPU, or before it was changed."""
-    with kept_proofs():
+    with cached_proofs():
         assert proofs.holds("kernel", Check(True))
     if fact == "source":
         monkeypatch.setattr(proofs, "sources", lambda: "changed")
@@ -79,7 +79,7 @@ def test_a_proof_is_of_a_device_its_versions_and_a_source(
         described = {**backend.describe(), fact: "another"}
         monkeypatch.setattr(backend, "describe", lambda: described)
     kernel_proofs.proof_key.cache_clear()
-    with kept_proofs():
+    with cached_proofs():
         assert not proofs.holds("kernel", Check(False))
 
 
@@ -105,7 +105,7 @@ def test_broken_and_foreign_files_prove_nothing(home: Path, text: str) -> None:
     file.write_text(text.replace("KEY", kernel_proofs.proof_key()), "utf-8")
     check = Check(True)
     for _ in range(2):
-        with kept_proofs():
+        with cached_proofs():
             assert proofs.holds("kernel", check)
     assert check.runs == 1
     kept = json.loads(file.read_text("utf-8"))["found"][kernel_proofs.proof_key()]

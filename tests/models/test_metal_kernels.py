@@ -25,7 +25,7 @@ from specdec.cuda.fused_linear import separated
 from specdec.metal import attention, few_rows, trial
 from specdec.metal.few_rows import FewRowsEmbedding, FewRowsLinear, Kind
 from specdec.models import kernel_proofs, metal_kernels
-from specdec.models.kernel_proofs import kept_proofs
+from specdec.models.kernel_proofs import cached_proofs
 from specdec.models.metal_kernels import (
     ROWS,
     Trials,
@@ -77,7 +77,7 @@ class FakeChild:
         if request["ours"]:
             # The machine may go down now.
             kind = Kind.read(request["kind"])
-            with kept_proofs():
+            with cached_proofs():
                 assert proofs.kept(verdict(kind, (2, 4))) is False
             if isinstance(self.ours, BaseException):
                 raise self.ours
@@ -98,7 +98,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> FakeChild:
 
 
 def used() -> tuple[int, ...]:
-    with kept_proofs():
+    with cached_proofs():
         return metal_kernels._of_matrix(KIND).used
 
 
@@ -233,7 +233,7 @@ def test_a_kernel_is_not_tried_if_a_hang_could_not_be_told(child: FakeChild) -> 
 def test_a_machine_without_metal_times_mlx_s_products(child: FakeChild) -> None:
     assert probe(child, ours=False)[0].fault == ""
     assert not child.requests[-1]["ours"]
-    with kept_proofs():
+    with cached_proofs():
         assert proofs.kept(verdict(KIND, (2, 4))) is None
 
 
@@ -319,7 +319,7 @@ def test_attention_uses_what_was_proven(
     assert (form.size, layers) == (64, len(model.layers))
     take_kernels(model)
     assert type(model.layers[0].self_attn).__call__ is LlamaAttention.__call__
-    with kept_proofs():
+    with cached_proofs():
         proofs.keep(metal_kernels._of_attention(form).verdicts[2, 4], True)
     right = model(mx.array([[1, 2, 3]]))
     take_kernels(model)
@@ -346,7 +346,7 @@ def test_packed_keys_use_what_was_proven_for_them(
     model = tiny_model("llama", seed=0, head_dim=64)
     ((form, layers),) = metal_kernels.attention_of(model).items()
     packed = form.variants[1]
-    with kept_proofs():
+    with cached_proofs():
         proofs.keep(metal_kernels._of_attention(packed).verdicts[2, 4], True)
     take_kernels(model)
     calls: list[int] = []
@@ -376,7 +376,7 @@ def test_gated_delta_layers_use_what_was_proven(
     assert layers
     take_kernels(model)
     assert gated_delta.proven.verdicts == {form: False}
-    with kept_proofs():
+    with cached_proofs():
         proofs.keep(gated_delta.proven.named(form), True)
     take_kernels(model)
     hidden = mx.zeros((1, 1, 8), form.dtype)
@@ -426,7 +426,7 @@ class TestModels:
         take_kernels(model)
         assert FewRowsLinear not in self.kinds(model)
         kind = Kind(4, 32, mx.float32, 96, 64)
-        with kept_proofs():
+        with cached_proofs():
             proofs.keep(verdict(kind, (2, 4)), True)
         monkeypatch.setenv(metal_kernels.SWITCH, "0")
         take_kernels(model)
@@ -452,7 +452,7 @@ class TestModels:
     def test_changed_layers_are_packed_layers_to_everyone(self, model: Any) -> None:
         """Drafts made of the target, casts, and mlx-lm's own layers for comparison."""
         for kind in matrices_of(model):
-            with kept_proofs():
+            with cached_proofs():
                 for band in few_rows.BANDS:
                     proofs.keep(verdict(kind, band), True)
         take_kernels(model)

@@ -287,9 +287,9 @@ def _from_anchor(published: Published, block_size: int) -> bool:
     block proposes instead. All heads of DSpark's own format predict from the anchor,
     also those whose rank is 0.
     """
-    said = published.value("sample_from_anchor", "query_zero_predicts_next")
-    if said is not None:
-        return bool(said)
+    setting = published.value("sample_from_anchor", "query_zero_predicts_next")
+    if setting is not None:
+        return bool(setting)
     if not published.speculators:
         return "DSpark" in published.architecture
     methods = (published.config.get("speculators_config") or {}).get("proposal_methods")
@@ -315,11 +315,11 @@ def _markov(published: Published) -> tuple[int, str]:
 
 
 def _causal(published: Published, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    said = published.value("is_causal", "causal", "dflash_query_causal")
-    if published.speculators and said is None:
-        said = not published.config.get("sliding_window_non_causal", True)
+    setting = published.value("is_causal", "causal", "dflash_query_causal")
+    if published.speculators and setting is None:
+        setting = not published.config.get("sliding_window_non_causal", True)
         # Layers without a window are never causal.
-        return tuple(said and window is not None for window in windows)
-    if said is None:
+        return tuple(setting and window is not None for window in windows)
+    if setting is None:
         return tuple(window is not None for window in windows)
-    return (bool(said),) * len(windows)
+    return (bool(setting),) * len(windows)

@@ -525,15 +525,15 @@ def _complete_gains(weights: dict[str, mx.array], expected: bool, source: str) -
 
     def clear(*parts: str) -> set[bool]:
         """What the values of these norms say: whether they are stored less one."""
-        said = set[bool]()
+        shifted = set[bool]()
         for name in gains:
             if name.split(".")[-2] in parts:
                 array = weights[name].astype(mx.float32)
                 if bool(mx.mean(array < 0) > 0.01):
-                    said.add(True)
+                    shifted.add(True)
                 elif bool((mx.min(array) > 0) & (mx.mean(array) > 0.7)):
-                    said.add(False)
-        return said
+                    shifted.add(False)
+        return shifted
 
     around = clear("token_norm", "state_norm")
     inside = clear("input_layernorm", "post_attention_layernorm")

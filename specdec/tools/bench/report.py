@@ -205,12 +205,12 @@ def _origin(figures: Figures) -> str:
             f"**Not complete: {done} of {figures.num_units} passes and profiles.** "
             "The same command continues.\n"
         )
-    seen = None
+    previous = None
     for start in starts:
         where = start.place
-        if where != seen:
+        if where != previous:
             lines.append(f"    {start.command}\n\n{where}, {start.date}.\n")
-        seen = where
+        previous = where
     if len(starts) > 1:
         lines.append(f"Run in {len(starts)} parts.\n")
     if len({s.place for s in starts}) > 1:

@@ -108,14 +108,16 @@ class BlockStudent(Student):
         self.recorded(mx.array(block.tokens))  # its logits are never computed
         return mx.concatenate([self.heard.take(), self.normed.pop()], axis=-1)
 
-    def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
+    def lesson(
+        self, block: Block, target_states: mx.array, rng: np.random.Generator
+    ) -> Lesson:
         """A lesson from blocks after random anchors, about one slot for each token."""
         size, width = self.head.args.block_size, block.tokens.shape[1]
         drawn = draw_anchors(block, max(width // size, 1), self.slots, rng)
         anchors, positions, weights = drawn
         at = mx.array(positions)
-        context = seen.shape[-1] - self.head.args.target_size
-        features, after = seen[..., :context], seen[..., context:]
+        context = target_states.shape[-1] - self.head.args.target_size
+        features, after = target_states[..., :context], target_states[..., context:]
         tokens = mx.array(block.tokens)
         states = partial(self._predicting, tokens, features, mx.array(anchors), at)
         return Lesson(states, after.reshape(-1, after.shape[-1])[at], weights)
@@ -344,10 +346,12 @@ def _config(
     width, vocab_size = embedded.shape[-1], ends.logits(embedded).shape[-1]
     known = text_config(target.config)
     args = vars(getattr(ends.owner, "args", None) or SimpleNamespace())
-    said = known | {name: value for name, value in args.items() if value is not None}
+    settings = known | {
+        name: value for name, value in args.items() if value is not None
+    }
 
     def number(*names: str) -> Any:
-        values = [said.get(name) for name in names]
+        values = [settings.get(name) for name in names]
         return next((n for n in values if isinstance(n, int | float) and n > 0), 0)
 
     known_layers = has_text_model(target.model)
@@ -356,7 +360,7 @@ def _config(
     kv_heads = number("num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
     head_dim = number("head_dim") or width // heads
     between = number("intermediate_size", "block_ff_dim", "ffn_hidden_size", "n_inner")
-    rope = said.get("rope_parameters") or {}
+    rope = settings.get("rope_parameters") or {}
     theta = number("rope_theta") or rope.get("rope_theta") or 10000.0
     spread = spread_layers(num_target_layers, max(count, _FEWEST_FEATURES))
     reads = sorted({min(max(i, 0), num_target_layers - 1) for i in spread})
@@ -379,8 +383,8 @@ def _config(
         "rms_norm_eps": number("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
         or 1e-6,
         "rope_theta": theta,
-        "rope_scaling": said.get("rope_scaling") if known_layers else None,
-        "rope_is_neox_style": not said.get("rope_traditional", False),
+        "rope_scaling": settings.get("rope_scaling") if known_layers else None,
+        "rope_is_neox_style": not settings.get("rope_traditional", False),
         "max_position_embeddings": number("max_position_embeddings") or None,
         "vocab_size": vocab_size,
         "layer_types": ["full_attention"] * count,

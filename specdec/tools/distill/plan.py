@@ -195,14 +195,14 @@ def describe(options: Options) -> list[str]:
     vocab_size, width = plan.head.shape
     whole = count(target.model.parameters())
     learnt = count(plan.student.parameters)
-    block, seen = options.kind == "block", plan.student.seen_width
+    block, seen_width = options.kind == "block", plan.student.seen_width
     logits = _LOGITS_COPIES * plan.chunk * vocab_size * 4
     memory = {
         "target": format_size(whole * dtype.size),
         "draft and optimizer": format_size(learnt * (16 + dtype.size)),
         "logits": format_size(logits),
         "target states": f"up to {format_size(plan.states_bytes)}, "
-        f"{format_size(seen * dtype.size)} a position",
+        f"{format_size(seen_width * dtype.size)} a position",
     }
     budget, (minutes, tokens) = options.budget, options.data_budget
     writing = [f"{minutes:g} minutes"] * (minutes < float("inf"))

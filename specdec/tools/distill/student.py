@@ -102,11 +102,13 @@ class Student(ABC):
         """The target's states that the student needs for a block."""
 
     @abstractmethod
-    def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
+    def lesson(
+        self, block: Block, target_states: mx.array, rng: np.random.Generator
+    ) -> Lesson:
         """What to learn from a block.
 
         Args:
-            seen: the result of :meth:`see`.
+            target_states: the result of :meth:`see`.
             rng: makes all random choices.
         """
 
@@ -138,13 +140,15 @@ class LayerStudent(Student):
         """States after the last norm at the block's positions, shape (N, D)."""
         return at_positions(self.source["model"](mx.array(block.tokens)), block)
 
-    def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
+    def lesson(
+        self, block: Block, target_states: mx.array, rng: np.random.Generator
+    ) -> Lesson:
         """A lesson from every position of the block."""
 
         def states() -> mx.array:
             return at_positions(self.hidden(mx.array(block.tokens)), block)
 
-        return Lesson(states, seen, block.weights)
+        return Lesson(states, target_states, block.weights)
 
 
 def at_positions(states: mx.array, block: Block) -> mx.array:

@@ -134,7 +134,7 @@ def certify_distribution(
         for n in range(draws)
     ]
     results = decode(decoder, rows, counted(progress, "speculative", len(rows)))
-    seen: dict[tuple[int, tuple[int, ...]], Counter[int]] = {}
+    occurrences: dict[tuple[int, tuple[int, ...]], Counter[int]] = {}
     errors = []
     for row, result in enumerate(results):
         prompt = row // draws
@@ -143,8 +143,8 @@ def certify_distribution(
             continue
         tokens = with_end(result)
         for at, token in enumerate(tokens):
-            seen.setdefault((prompt, tokens[:at]), Counter())[token] += 1
-    often = {at: c for at, c in sorted(seen.items()) if c.total() >= MIN_DRAWS}
+            occurrences.setdefault((prompt, tokens[:at]), Counter())[token] += 1
+    often = {at: c for at, c in sorted(occurrences.items()) if c.total() >= MIN_DRAWS}
     tests: list[PrefixTest] = []
     for (prompt, tokens), counts in each_shown(progress, "plain", often.items()):
         task = tasks[prompt]

@@ -55,10 +55,10 @@ def fit(counts: Mapping[int, int], probabilities: np.ndarray) -> Fit:
     # Given the number of rare draws, the others are multinomial among themselves.
     within, total = sum(observed), sum(share)
     statistic = 0.0
-    for seen, each in zip(observed, share, strict=True):
+    for count, each in zip(observed, share, strict=True):
         expected = within * each / total
         if expected > 0:
-            statistic += (seen - expected) ** 2 / expected
+            statistic += (count - expected) ** 2 / expected
     return Fit(draws, statistic, max(len(observed) - 1, 0), rare, rare_expected)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.utils.kept import private_folder
+from specdec.utils.user_cache import private_folder
 
 
 @pytest.fixture

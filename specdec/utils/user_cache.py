@@ -14,7 +14,7 @@ from .data_files import DataError, check_shape, read_json
 from .files import replace_file
 
 
-def kept_path(name: str) -> Path:
+def cache_path(name: str) -> Path:
     """Path of a file in the user's cache folder, ``$XDG_CACHE_HOME/specdec``.
 
     Without a home folder no such file exists, and none can be written.
@@ -32,7 +32,7 @@ def private_folder(name: str) -> Path:
     Raises:
         OSError: it cannot be made, or others can write to it.
     """
-    path = kept_path(name)
+    path = cache_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Links above it are followed here, and not later, when they may have changed.
     path = path.parent.resolve() / path.name
@@ -57,7 +57,7 @@ def _others_write(entry: os.stat_result) -> bool:
     return bool(writers) and not entry.st_mode & stat.S_ISVTX
 
 
-class KeptEntries:
+class CachedEntries:
     """A JSON file of entries by key. Failures to read or write it are ignored.
 
     Args:
