@@ -34,7 +34,7 @@ from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
-from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode.commit import Accepted
 from specdec.spec_decode.verifier import Verifier
 from specdec.tools.bench.cells import turns
 from specdec.tools.bench.models import (

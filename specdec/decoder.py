@@ -30,9 +30,9 @@ from .engine.build import (
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
 from .engine.led import LeadingSession, announce, follow
-from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.rehearsal import Rehearsal
+from .engine.round import RoundObserver
 from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler

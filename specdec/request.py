@@ -145,7 +145,7 @@ class Request:
         """Whether it has ended with a whole answer."""
         return self.finish_reason in ("stop", "length")
 
-    @property
+    @cached_property
     def reports_logprobs(self) -> bool:
         """Whether its log-probabilities were asked for."""
         return self.params.logprobs or self.params.top_logprobs > 0
@@ -224,8 +224,10 @@ class Request:
                 self.fruitless = 0
             elif drafted:
                 self.fruitless += 1
-            _count(self.num_draft_tokens_per_pos, drafted)
-            _count(self.num_accepted_tokens_per_pos, min(used, len(tokens) - 1))
+            if drafted:
+                _count(self.num_draft_tokens_per_pos, drafted)
+                accepted = min(used, len(tokens) - 1)
+                _count(self.num_accepted_tokens_per_pos, accepted)
         if ending is not None:
             self._end(*ending, rest=tokens[used:])
         return used

@@ -24,7 +24,7 @@ from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.observer import RoundObserver
+from specdec.engine.round import RoundObserver
 from specdec.grammar import Grammar, GrammarCompiler
 from specdec.models.runner import ModelRunner
 from specdec.request import Request

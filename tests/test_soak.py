@@ -13,7 +13,7 @@ import pytest
 
 from specdec.engine.batch import DecodeBatch
 from specdec.engine.engine import Engine
-from specdec.engine.round import Plan
+from specdec.engine.round import BatchRound
 from specdec.models.runner import ModelRows
 from specdec.utils.output_text import OutputText
 from tests.soak import KINDS, soak
@@ -49,7 +49,7 @@ def rows_stay(self: Engine) -> None:
 _plan = DecodeBatch.plan
 
 
-def limits_of_the_batch(self: DecodeBatch) -> Plan | None:
+def limits_of_the_batch(self: DecodeBatch) -> BatchRound | None:
     """Every row may accept what any row may."""
     if (plan := _plan(self)) is None:
         return None

@@ -19,8 +19,7 @@ from ..spec_decode import Drafter, DraftRows
 from ..spec_decode.commit import Committed
 from ..spec_decode.prompt_scores import PromptScores
 from ..spec_decode.verifier import Verifier
-from .observer import RoundObserver
-from .round import DraftChoice, InFlight, Plan, Rounds
+from .round import BatchRound, DraftChoice, RoundObserver, Rounds
 
 NO_TOKENS: tuple[int, ...] = ()
 
@@ -58,7 +57,7 @@ class DecodeBatch(Rounds):
         choice: DraftChoice,
         backend: BackendDefaults,
         observer: RoundObserver,
-        in_flight: deque[InFlight],
+        in_flight: deque[BatchRound],
         num_slots: int,
     ):
         self.slots: list[Request | None] = [*rows, *[None] * (num_slots - len(rows))]
@@ -167,8 +166,8 @@ class DecodeBatch(Rounds):
                 if scores is not None and i in scores.rows:
                     request.prompt_logprobs = scores.of(i)
         running = [s is not None and s.finish_reason is None for s in self.slots]
-        first = self.dispatch(Plan(0, tuple([r - 1 for r in running]), first=True))
-        self._in_flight.append(first)
+        first = BatchRound(0, tuple([r - 1 for r in running]), first=True)
+        self.dispatch(first)
         self._observe(first.decision.chosen, [1] * len(self.slots), last=True)
         if self._draft is not None:
             if self.alone:
@@ -214,12 +213,9 @@ class DecodeBatch(Rounds):
 
     def _note_lengths(self) -> None:
         """Tell the caches how long their rows are, as far as the host knows."""
-        lengths = [(1, 1)] * (None in self.slots)
-        for s in self.slots:
-            if s is not None:
-                flying = [f for f in self._in_flight if s in f.rows]
-                lengths.append(self._lengths(s, flying))
-        least, most = min(lengths)[0], max([n for _, n in lengths])
+        bounds = [(0, 1, 1) if s is None else self._bounds(s) for s in self.slots]
+        _, shortest, longest = zip(*bounds, strict=True)
+        least, most = min(shortest), max(longest)
         # The target's cache lacks the newest token.
         self._target.note_lengths(most - 1, least - 1)
         if self._draft is not None:
@@ -280,7 +276,7 @@ class DecodeBatch(Rounds):
                 continue
             if self._target.beside is not None and not s.drafts:
                 continue  # the drafter has not followed it
-            rounds = [f.plan.num_draft_tokens for f in self._in_flight if s in f.rows]
+            rounds = [f.num_draft_tokens for f in self._in_flight if s in f.rows]
             last, begin = s.prompt_tokens[-1], len(s.prompt_tokens) - 1
             shown = [last, *s.tokens, *([] if s.stop_token is None else [s.stop_token])]
             tokens = [last, *s.tokens, *s.unshown]

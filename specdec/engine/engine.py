@@ -34,9 +34,8 @@ from ..spec_decode.drafter import most_proposed
 from ..utils.output_text import Detokenizer, OutputText
 from .admission import Preflight
 from .batch import DecodeBatch
-from .observer import RoundObserver
 from .rehearsal import Rehearsal
-from .round import DraftChoice, InFlight, StepOutput
+from .round import BatchRound, DraftChoice, RoundObserver, StepOutput
 from .scheduler import Scheduler
 
 log = logging.getLogger("specdec.engine")
@@ -115,6 +114,8 @@ class Engine:
             most = length.max_draft_tokens
         self._choice = DraftChoice(most, length, DraftGuard(), ranks)
         self._models = target, drafter and self._choice.guard.drafter(drafter)
+        # Copies of ended rows, which are written to disk once they are computed.
+        self._prefixes = None if target.prefixes is None else target.prefixes.store
         self._backend = backend
         self._pace = Pace(target.prefill_step_size)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -139,7 +140,7 @@ class Engine:
         # of both that the host has not read yet.
         self._running: DecodeBatch | None = None
         self._joining: _Joining | None = None
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[BatchRound] = deque()
         self._lapped: float | None = None  # None: there is no request
 
     @property
@@ -227,17 +228,20 @@ class Engine:
         if self._ended_early:
             outputs = self._leave()
         else:
-            self._admit()
-            self._prefill()
+            if self._joining is None and self._scheduler.waiting:
+                self._admit()
+            if self._joining is not None:
+                self._prefill(self._joining)
             self.stats.prefill_seconds += self._lap()
             read_now = self._decode()  # propose, verify, accept, commit
-            outputs = self._emit() if read_now else []
+            outputs = self._emit() if read_now and self._in_flight else []
         # Set before counting, which removes ended requests from those alive.
         self.unreported = outputs
         self._count(outputs)
         self.stats.decode_seconds += self._lap()
         if not self._alive:
-            self._write_prefixes()
+            if self._prefixes is not None:
+                self._prefixes.write_computed(None)
             self._lapped = None
         return outputs
 
@@ -303,17 +307,15 @@ class Engine:
             if output.ended and self._alive.get(request.index) is request:
                 del self._alive[request.index]
 
-    def _prefill(self) -> None:
+    def _prefill(self, prompts: _Joining) -> None:
         """Hand over a chunk of the joining rows' prompts; they join after the last."""
-        if self._joining is None:
-            return
-        joining, slots = self._joining.batch, self._joining.slots
+        joining, slots = prompts.batch, prompts.slots
         if self._running is not None:
             self._running.note_interruption()
         joining.alone = self._running is None
         before = joining.prefill_tokens
         try:
-            more = next(self._joining.chunks, _DONE) is not _DONE
+            more = next(prompts.chunks, _DONE) is not _DONE
             if self._running is None and not self._backend.prefills_by_layers:
                 # Waiting bounds memory, and no round runs that it could delay.
                 mx.synchronize()
@@ -338,9 +340,7 @@ class Engine:
             self._running.join(joining, slots)
 
     def _admit(self) -> None:
-        """Let waiting requests join, if rows are free and no others are joining."""
-        if self._joining is not None or not self._scheduler.waiting:
-            return
+        """Let waiting requests join, if rows are free; no others are joining."""
         running = [] if self._running is None else self._running.unfinished
         if not running:
             if self._rehearsal.due:
@@ -488,36 +488,27 @@ class Engine:
         if plan is None:
             return True
         if ahead <= plan.lookahead:
-            self._in_flight.append(batch.dispatch(plan))
+            batch.dispatch(plan)
         return ahead >= plan.lookahead
 
     def _emit(self) -> list[StepOutput]:
         """Wait for the oldest round in flight; return its rows' tokens and text."""
-        if not self._in_flight:
-            return []
         self.stats.decode_seconds += self._lap()
         round_ = self._in_flight.popleft()
         rows = [s for s in round_.rows if s is not None and s.finish_reason is None]
-        if round_.plan.first:
-            round_.read()
+        kept = round_.read()
+        if round_.first:
             self.stats.take_prefilled(rows)
             self.stats.prefill_seconds += self._lap()
         else:
             assert self._running is not None
-            self._running.read(round_)
+            self._running.learn(round_, kept)
             self.stats.rounds += 1
-        self._observer.read(round_.plan.num_draft_tokens, rows)
-        self._write_prefixes(at_most=1)
+        self._observer.read(round_.num_draft_tokens, rows)
+        if self._prefixes is not None:  # of rows that ended in earlier steps: computed
+            self._prefixes.write_computed(1)
         self._retire()
         return [StepOutput.of(s) for s in rows]
-
-    def _write_prefixes(self, at_most: int | None = None) -> None:
-        """Write copies of rows that ended in earlier steps to disk.
-
-        They are computed by now, so that nothing waits for the device.
-        """
-        if (prefixes := self._models[0].prefixes) is not None:
-            prefixes.store.write_computed(at_most)
 
     def _retire(self) -> None:
         """Remove rows that have ended, and rounds in flight that no row needs.

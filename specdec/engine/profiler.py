@@ -25,7 +25,7 @@ from ..parallel import Ranks
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter
-from ..spec_decode.commit import Committed
+from ..spec_decode.commit import Accepted, Committed
 from ..spec_decode.draft_length import (
     LADDER,
     AutoLength,
@@ -34,7 +34,6 @@ from ..spec_decode.draft_length import (
 )
 from ..spec_decode.drafter import most_proposed
 from ..spec_decode.guard import as_drafter_error, vetted
-from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
 
 log = logging.getLogger("specdec.engine")

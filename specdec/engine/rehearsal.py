@@ -18,8 +18,7 @@ from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter
 from ..utils.warm_up import warm_up
 from .batch import DecodeBatch
-from .observer import RoundObserver
-from .round import DraftChoice, InFlight
+from .round import BatchRound, DraftChoice, RoundObserver
 
 log = logging.getLogger("specdec.engine")
 
@@ -106,7 +105,7 @@ class _Show:
             grammar=None,
             num_draft_tokens=None,
         )
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[BatchRound] = deque()
         self._rows = [self._row() for _ in range(num_slots)]
         self._batch: DecodeBatch | None = None
 
@@ -154,7 +153,7 @@ class _Show:
         assert self._batch is not None
         plan = self._batch.plan(k)
         assert plan is not None
-        self._in_flight.append(self._batch.dispatch(plan))
+        self._batch.dispatch(plan)
         self._in_flight.popleft().read()
 
     def _join(self) -> None:

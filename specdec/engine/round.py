@@ -1,6 +1,6 @@
 """A round, from the choice of k to what it taught: :class:`Rounds` shows it whole.
 
-    plan -> propose -> verify -> accept -> commit  - - - ->  read -> learn
+    plan -> dispatch: propose, verify, accept, commit  - - - ->  read -> learn
 
 What the next round needs (kept counts, newest tokens, offsets) stays on the device. The
 host reads a round while the next one runs.
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 
@@ -35,11 +35,11 @@ from ..spec_decode.draft_length import (
     StepTimer,
 )
 from ..spec_decode.verifier import Decision, Verifier
-from .observer import RoundObserver
 
 log = logging.getLogger("specdec.engine")
 
 T = TypeVar("T")
+Part = Literal["draft", "verify", "sampling"]
 
 # After this many rounds without a draft, the policy decides anew for joining rows.
 IDLE = 64
@@ -65,6 +65,27 @@ class StepOutput:
         token_ids, text, logprobs = request.take()
         ended = request.finish_reason is not None
         return cls(request, token_ids, text, ended, logprobs)
+
+
+class RoundObserver:
+    """Watches the rounds of a session; this one does nothing.
+
+    No observer changes the tokens. An observer that waits for the device in
+    :meth:`built` makes rounds slower.
+    """
+
+    def begun(self, num_draft_tokens: int) -> None:
+        """A round of k is about to be built; a prompt's last step counts as k = 0."""
+
+    def built(self, part: Part, *arrays: mx.array) -> None:
+        """The graph of a part was built; it computes ``arrays``."""
+
+    def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
+        """A round of k was read; ``rows`` are the rows that had not ended before it.
+
+        Their counts (``rounds``, ``drafted``, ``accepted``, ``tokens``) include the
+        round. A prompt's last step does not count in ``rounds``.
+        """
 
 
 @dataclass(frozen=True)
@@ -109,9 +130,9 @@ class DraftChoice:
         return self._decided("k", partial(self.policy.choose, state))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a round is to do.
+@dataclass(eq=False)
+class BatchRound:
+    """A round of a batch: what it is to do and, once dispatched, what it decided.
 
     Args:
         num_draft_tokens: k.
@@ -123,6 +144,16 @@ class Plan:
         chosen: k was chosen; otherwise no row could use a draft token.
         first: it is the last step of the prompts, and brings their first tokens. It is
             not counted as a round.
+
+    Attributes:
+        rows: the request in each slot; ``None`` where the slot was idle.
+        decision: the round's decision, on the device.
+        peeked: the tokens that a draft would have proposed, if the round did not draft
+            and peeked.
+        began: when it began to be built, if rounds are timed.
+        backlog: tokens of a row that the drafter took in first.
+        spoiled: once read, the slots of rows that kept nothing because their logits
+            are not finite.
     """
 
     num_draft_tokens: int
@@ -132,36 +163,15 @@ class Plan:
     checks: bool = False
     chosen: bool = False
     first: bool = False
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A round that was dispatched and not read yet.
-
-    Args:
-        plan: what it does.
-        rows: the request in each slot; ``None`` where the slot was idle.
-        decision: the round's decision, on the device.
-        peeked: the tokens that a draft would have proposed, if the round did not draft
-            and peeked.
-        began: when it began to be built, if rounds are timed.
-        backlog: tokens of a row that the drafter took in first.
-
-    Attributes:
-        spoiled: once read, the slots of rows that kept nothing because their logits
-            are not finite.
-    """
-
-    plan: Plan
-    rows: tuple[Request | None, ...]
-    decision: Decision
-    peeked: Proposals | None = None
-    began: float = 0.0
-    backlog: int = 0
-    spoiled: list[int] = field(default_factory=list)
+    rows: tuple[Request | None, ...] = field(default=(), init=False)
+    decision: Decision = field(init=False)
+    peeked: Proposals | None = field(default=None, init=False)
+    began: float = field(default=0.0, init=False)
+    backlog: int = field(default=0, init=False)
+    spoiled: list[int] = field(default_factory=list, init=False)
 
     def read(self) -> list[int | None]:
-        """Wait for the round and give each request its tokens.
+        """Wait for the round, after its dispatch, and give each request its tokens.
 
         Returns:
             How many tokens each slot kept; ``None`` where no row was running, or where
@@ -191,19 +201,16 @@ class InFlight:
             valid = 0
             while valid < kept and isfinite(peaks[i][valid]):
                 valid += 1
-            if valid or self.plan.first:
-                drafted = None if self.plan.first else max(limit, 0)
+            if valid or self.first:
+                drafted = None if self.first else max(limit, 0)
                 request.commit(chosen[:valid], reported[i][:valid], drafted)
-            at = len(request.tokens)
-            if valid < kept:
-                what = self._complaint(peaks[i][valid], at)
-                request.fail(self.decision.errors.get(i, what))
-            elif i in self.decision.errors:
-                request.fail(self.decision.errors[i])
+            error = self.decision.errors.get(i)
+            if valid < kept and error is None:
+                what = _COMPLAINTS[str(peaks[i][valid])]
+                error = f"its logits {what} at token {len(request.tokens)}"
+            if error is not None:
+                request.fail(error)
         return read
-
-    def _complaint(self, peak: float, at: int) -> str:
-        return f"its logits {_COMPLAINTS[str(peak)]} at token {at}"
 
     def peeks(self) -> list[Peek]:
         """For each drafted row that goes on: its token, and the tokens peeked at."""
@@ -251,16 +258,6 @@ class _Spoiled:
         return replace(proposals, tokens=tokens)
 
 
-def _is_doubted(request: Request, kept: int | None) -> bool:
-    """Whether what a draft keeps of a row may not be finite, after a round.
-
-    So it is if the row accepts nothing in FRUITLESS rounds, in twice as many, and so
-    on: the draft may just be bad.
-    """
-    times, rest = divmod(request.fruitless, FRUITLESS)
-    return kept == 1 and rest == 0 and times.bit_count() == 1
-
-
 class Rounds:
     """Rounds of rows that decode in lockstep; :class:`DecodeBatch` has the rows.
 
@@ -296,7 +293,7 @@ class Rounds:
         choice: DraftChoice,
         backend: BackendDefaults,
         observer: RoundObserver,
-        in_flight: deque[InFlight],
+        in_flight: deque[BatchRound],
     ):
         self.most = choice.most if drafter else 0
         context = drafter.context_length if drafter else None
@@ -327,7 +324,7 @@ class Rounds:
 
     # -- plan --------------------------------------------------------------
 
-    def plan(self, k: int | None = None) -> Plan | None:
+    def plan(self, k: int | None = None) -> BatchRound | None:
         """Decide how many tokens the next round proposes; asking changes nothing.
 
         Args:
@@ -339,18 +336,17 @@ class Rounds:
         flying, by_token = self._in_flight, self._backend.costs_by_token
         drafts = self._draft is not None and not self._spoiled.plain_next
         drafts = drafts and self.most > 0 and self._choice.guard.error is None
-        limits, left, needed, exact = [], {}, False, True
+        limits, left, needed, exact = list[int](), dict[int, int](), False, True
         for s in self.slots:
             if s is None or s.finish_reason is not None:
                 limits.append(-1)
                 continue
             left[s.number] = remaining = s.remaining
-            mine = [f for f in flying if s in f.rows]
-            surely = remaining - len(mine)  # each brings the row a token or more
+            rounds, least, longest = self._bounds(s)
+            surely = remaining - rounds  # each brings the row a token or more
             needed = needed or surely > 0
             most = 0
             if drafts:
-                least, longest = self._lengths(s, mine)
                 exact = exact and longest <= self._longest
                 most = self.most_for(s, least)
             # Tokens after the row's end are useless. The answer must depend on the row
@@ -373,21 +369,24 @@ class Rounds:
                 room,
                 sum(left.values()) / len(room),
                 self._draft.backlog,
-                [f.plan.num_draft_tokens for f in flying if not f.plan.first],
+                [f.num_draft_tokens for f in flying if not f.first],
                 {} if self.expected else left,
             )
             k = self._choice.choose(state)
-        limits = [min(k, n) for n in limits]
-        k = max(0, *limits)
+        if chosen:
+            limits = [min(k, n) for n in limits]
+            k = max(0, *limits)
 
-        drafted = max([self._stale, *(f.plan.num_draft_tokens for f in flying)]) > 0
+        drafted = self._stale > 0
+        for f in flying:
+            drafted |= f.num_draft_tokens > 0
         # A round is read before the next begins if a row follows a user's function or a
         # grammar, which needs every token, and for drafts on a CPU, where a round that
         # turns out to be useless costs too much. Recurrent states cannot lose a single
         # token, as a row must whose caches a draft has spoiled.
         at_once = by_token if k else drafted and self._target.single_stays
         lookahead = 0 if self._rules.needs_tokens or at_once else LOOKAHEAD
-        return Plan(k, tuple(limits), lookahead, exact, k > 0 or drafted, chosen)
+        return BatchRound(k, tuple(limits), lookahead, exact, k > 0 or drafted, chosen)
 
     def most_for(self, request: Request, length: int) -> int:
         """The most draft tokens that a row of ``length`` tokens may ever accept."""
@@ -396,19 +395,21 @@ class Rounds:
         limit = request.params.num_draft_tokens
         return self.most if limit is None else min(limit, self.most)
 
-    @staticmethod
-    def _lengths(request: Request, flying: Iterable[InFlight]) -> tuple[int, int]:
-        """The fewest and the most tokens that a row has after the rounds in flight."""
-        least = most = request.length
-        for round_ in flying:
-            # A round that checks may bring a row nothing.
-            least += request.finish_reason is None and not round_.plan.checks
-            most += round_.plan.num_draft_tokens + 1
-        return least, most
+    def _bounds(self, request: Request) -> tuple[int, int, int]:
+        """A row's rounds in flight, and its fewest and most tokens after them."""
+        rounds, least = 0, request.length
+        most = least
+        for round_ in self._in_flight:
+            if request in round_.rows:
+                rounds += 1
+                # A round that checks may bring a row nothing.
+                least += request.finish_reason is None and not round_.checks
+                most += round_.num_draft_tokens + 1
+        return rounds, least, most
 
     # -- dispatch ----------------------------------------------------------
 
-    def dispatch(self, plan: Plan) -> InFlight:
+    def dispatch(self, plan: BatchRound) -> None:
         """Propose, verify, accept, commit: one round, handed to the device.
 
         Nothing here waits for the device, unless a user's function or a grammar does.
@@ -416,14 +417,14 @@ class Rounds:
         k, draft, rules = plan.num_draft_tokens, self._draft, self._rules
         self._stale = max(k, self._stale - 1)
         timed = self._choice.policy is not None and not plan.first
-        began, shapes, looks = 0.0, 0, False
-        backlog = draft.backlog if timed and k and draft is not None else 0
+        shapes, looks = 0, False
         self._observer.begun(k)
         if not plan.first:
             self._idle = 0 if k else self._idle + 1
             self._spoiled.plain_next = self._spoiled.plain_next and k > 0
         if timed:
-            began, shapes = self._timer.begin(), self._new_shapes
+            plan.backlog = draft.backlog if k and draft is not None else 0
+            plan.began, shapes = self._timer.begin(), self._new_shapes
             peek_rows = self._backend.peek_rows
             few = peek_rows is None or len(self.slots) <= peek_rows
             looks = not k and few and plan.chosen and self._shadow.due()
@@ -433,7 +434,7 @@ class Rounds:
         round_ = rules.round_of(plan.limits, committed, self._active, self._target)
 
         proposals = self._propose(round_) if k else None
-        peeked = self._peek(round_) if looks else None
+        plan.peeked = self._peek(round_) if looks else None
 
         inputs = committed.recent[:, -1:]
         if proposals is not None:
@@ -460,7 +461,7 @@ class Rounds:
         self._committed = committed = decision.committed
 
         ahead = [committed.recent, committed.lengths, self._target.offset]
-        seen = () if peeked is None else (peeked.tokens, peeked.lengths)
+        seen = () if plan.peeked is None else (plan.peeked.tokens, plan.peeked.lengths)
         results = [decision.packed, decision.peaks, *ahead, *seen]
         self._hand_over(results)
         # Afterwards, since some drafters hand over what they commit.
@@ -468,7 +469,8 @@ class Rounds:
             draft.commit(round_, decision)
         if timed and self._new_shapes > shapes:  # rounds that waited are not timed
             self._timer.interrupt(new_shape=k > 0)
-        return InFlight(plan, tuple(self.slots), decision, peeked, began, backlog)
+        plan.rows, plan.decision = tuple(self.slots), decision
+        self._in_flight.append(plan)
 
     def _hand_over(self, results: list[mx.array]) -> None:
         """Start computing a round, so that a shallow target copies no large cache.
@@ -482,10 +484,10 @@ class Rounds:
             results: all that the host will read or the next round needs.
         """
         half, whole = self._before
-        most = self._backend.most_copied
-        shallow = self._target.num_caches <= FEW_LAYERS
-        if shallow and most is not None and self._target.nbytes > most:
-            middle = self._target.halfway()
+        target, most = self._target, self._backend.most_copied
+        shallow = most is not None and target.num_caches <= FEW_LAYERS
+        if shallow and most is not None and target.nbytes > most:
+            middle = target.halfway()
             mx.eval(half)
             mx.async_eval(middle[:1])
             mx.eval(whole)
@@ -521,37 +523,45 @@ class Rounds:
         # For proposals that were drawn, the emitted tokens do not show acceptance.
         return None if peeked is None or peeked.probabilities is not None else peeked
 
-    # -- read --------------------------------------------------------------
+    # -- learn -------------------------------------------------------------
 
-    def read(self, round_: InFlight) -> None:
-        """Wait for the oldest round in flight, and learn from it.
+    def learn(self, round_: BatchRound, kept: Sequence[int | None]) -> None:
+        """Learn from a round that was read.
 
-        Its rows get their tokens, the policy for k is shown its time and what was
-        accepted, and rows whose logits a draft has spoiled go on.
+        The policy for k is shown its time and what was accepted. Rows whose logits a
+        draft has spoiled go on.
+
+        Args:
+            kept: what :meth:`BatchRound.read` has returned.
         """
-        kept, choice = round_.read(), self._choice
+        choice, doubted = self._choice, list[Request]()
         if round_.began and choice.policy is not None and choice.guard.error is None:
             choice.policy.observe(self._timing(round_, kept))
         if round_.spoiled:
             self._recover(round_)
-        tried = zip(round_.rows, round_.plan.limits, kept, strict=True)
-        doubted = [s for s, limit, n in tried if s and limit > 0 and _is_doubted(s, n)]
+        for s, limit, n in zip(round_.rows, round_.limits, kept, strict=True):
+            # What a draft keeps of a row may not be finite if the row accepts nothing
+            # in FRUITLESS rounds, in twice as many, and so on: it may just be bad.
+            if s and limit > 0 and n == 1:
+                times, rest = divmod(s.fruitless, FRUITLESS)
+                if rest == 0 and times.bit_count() == 1:
+                    doubted.append(s)
         if doubted and self._draft is not None:
             rows = [i for i, s in enumerate(self.slots) if s in doubted]
             self._draft.make_finite(rows)
 
-    def _timing(self, round_: InFlight, kept: Sequence[int | None]) -> RoundTiming:
+    def _timing(self, round_: BatchRound, kept: Sequence[int | None]) -> RoundTiming:
         """What a round that was read shows the policy."""
-        k, limits = round_.plan.num_draft_tokens, round_.plan.limits
+        k, limits = round_.num_draft_tokens, round_.limits
         shadow: list[tuple[int, int]] = []
         if k:
             self._shadow.forget()
         elif round_.peeked is not None or self._shadow.awaiting:
             shadow = self._shadow.compare(round_.peeks())
-        flying = [f for f in self._in_flight if not f.plan.first]
+        flying = [f for f in self._in_flight if not f.first]
         looked = any(f.peeked is not None for f in (round_, *flying))
         seconds, fair, joining = self._timer.read(
-            round_.began, [f.plan.num_draft_tokens == k and not looked for f in flying]
+            round_.began, [f.num_draft_tokens == k and not looked for f in flying]
         )
         running = [
             (s.number, limit, min(n - 1, limit))
@@ -567,7 +577,7 @@ class Rounds:
             round_.backlog,
             [number for number, *_ in running],
             shadow,
-            not round_.plan.chosen,
+            not round_.chosen,
             joining,
         )
 
@@ -575,7 +585,7 @@ class Rounds:
         """Note that other work was dispatched between two rounds."""
         self._timer.interrupt()
 
-    def _recover(self, round_: InFlight) -> None:
+    def _recover(self, round_: BatchRound) -> None:
         """Let rows go on that kept nothing, since a draft has spoiled their caches."""
         spoiled = []
         for i in round_.spoiled:

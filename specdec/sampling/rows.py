@@ -123,7 +123,7 @@ class RowSampling:
         windows = tokens[:, mx.arange(num_tokens)[:, None] + mx.arange(width)]
         return self.adjustments.apply(logits, windows, draws.positions)
 
-    def choose(self, logits: mx.array, draws: Draws) -> mx.array:
+    def choose(self, logits: mx.array, draws: Draws | None) -> mx.array:
         """One token for each position: the arg-max, or a draw at the temperature.
 
         ``argmax(logits / temperature + noise)`` is a draw from
@@ -134,12 +134,12 @@ class RowSampling:
 
         Args:
             logits: from :meth:`adjusted`, shape (B, S, V' <= V).
-            draws: the positions' draws.
+            draws: the positions' draws; ``None``: no row samples.
 
         Returns:
             Token ids, shape (B, S), int32.
         """
-        if draws.gumbel is not None:
+        if draws is not None and draws.gumbel is not None:
             noise = draws.gumbel[..., : logits.shape[-1]]
             scaled = self.temperature[:, None, None] * noise
             logits = self.filtered(logits, draws) + scaled

@@ -1,6 +1,7 @@
 """Drafters, and what is done with their proposals; see docs/drafters.md."""
 
 from .chain import ChainDrafter
+from .commit import Accepted
 from .draft_model import DraftModel
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .factory import (
@@ -14,7 +15,6 @@ from .factory import (
 )
 from .guard import DraftGuard, check_proposals
 from .ngram import NgramDrafter, NgramOptions
-from .rejection_sampler import Accepted
 
 __all__ = [
     "Accepted",

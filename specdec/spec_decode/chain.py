@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..models.runner import ModelRows
+from .commit import Accepted
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .guard import ours, vetted
-from .rejection_sampler import Accepted
 
 
 class ChainDrafter(Drafter):

@@ -1,12 +1,13 @@
-"""What follows from a round: each row's newest tokens, and what the host reads.
+"""What a round accepts if equality decides, and what follows from any decision.
 
-MLX's operations do it, or one CUDA kernel in their place.
+Each row's newest tokens follow, and what the host reads. MLX's operations compute it,
+or one CUDA kernel in their place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import mlx.core as mx
@@ -15,7 +16,33 @@ from ..backend import defaults
 from ..cache import put_rows
 from ..cuda import commit_kernel
 from ..models.kernel_proofs import cached_proofs
-from .rejection_sampler import count_kept, next_recent
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a round keeps: row ``i`` commits ``chosen[i, :kept[i]]``.
+
+    Args:
+        chosen: shape (B, k + 1), int32. What follows a row's kept tokens means
+            nothing.
+        kept: the number of accepted draft tokens plus 1 for the extra token; 0 for
+            rows that have ended; shape (B,), int32.
+        hidden: the target's hidden states at the round's inputs (the last committed
+            token, then the proposals), shape (B, k + 1, D): the outputs of the layers
+            that the drafter asked for, before any norm, joined along the last axis.
+            ``None`` if it asked for none.
+        rejected: how many of the round's inputs are taken back, shape (B,), int32;
+            ``None`` computes it.
+    """
+
+    chosen: mx.array
+    kept: mx.array
+    hidden: mx.array | None = None
+    rejected: mx.array = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.rejected is None:
+            object.__setattr__(self, "rejected", self.chosen.shape[1] - self.kept)
 
 
 @dataclass(frozen=True)
@@ -39,11 +66,6 @@ class Committed:
         return cls(
             mx.array(recent, mx.int32), mx.array([len(p) for p in prompts], mx.int32)
         )
-
-    @property
-    def newest(self) -> mx.array:
-        """The last token of every row, shape (B, 1)."""
-        return self.recent[:, -1:]
 
     def placed(self, rows: Sequence[int], other: Committed) -> Committed:
         """A copy with the first rows of ``other`` in the given rows."""
@@ -75,6 +97,41 @@ class Committed:
         if missing > 0:
             recent = mx.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)
         return Committed(recent, self.lengths)
+
+
+def count_kept(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
+    """How many of the target's choices each row keeps, when equality decides.
+
+    The target chose ``chosen[:, j]`` for the position of ``proposed[:, j]``, and
+    one more after the last. Proposals count up to the first that differs; the
+    choice after them is kept as the round's extra token.
+
+    Args:
+        proposed: draft tokens, shape (B, k), k may be 0.
+        chosen: the target's tokens, shape (B, k + 1).
+        limit: the most draft tokens that each row may accept, shape (B,), int32;
+            negative for rows that have ended, which keep nothing.
+
+    Returns:
+        Shape (B,), int32: accepted draft tokens + 1, or 0.
+    """
+    if not proposed.shape[1]:
+        return limit + 1
+    agree = (proposed == chosen[:, :-1]).astype(mx.int32)
+    accepted = mx.cumprod(agree, axis=1).sum(axis=1)
+    return (mx.minimum(accepted, limit) + 1).astype(mx.int32)
+
+
+def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
+    """The newest committed tokens of every row after a round, shape (B, W).
+
+    Args:
+        recent: the newest tokens before the round, shape (B, W).
+        chosen, kept: what the round commits, see :class:`Accepted`.
+    """
+    row = mx.concatenate([recent, chosen], axis=1)
+    index = kept[:, None] + mx.arange(recent.shape[1])
+    return mx.take_along_axis(row, index, axis=1)
 
 
 #: :func:`commit`, or a kernel that takes and returns the same arrays.
@@ -116,7 +173,7 @@ def commit(
         inputs: the target's inputs: the newest token, then the draft tokens, shape
             (B, k + 1).
         chosen: the target's tokens, shape (B, k + 1), int32.
-        limit: see :func:`~specdec.spec_decode.rejection_sampler.count_kept`.
+        limit: see :func:`count_kept`.
         meant: how many draft tokens are real proposals, shape (B,); ``None``: all.
         recent, lengths: of :class:`Committed`, before the round.
         peaks: a number for each of ``chosen``; a row in which one is NaN or infinity
@@ -144,7 +201,7 @@ def after(
     """What follows from what a round accepts.
 
     Args:
-        chosen, kept: see :class:`~specdec.spec_decode.rejection_sampler.Accepted`.
+        chosen, kept: see :class:`Accepted`.
         limit: the most draft tokens that each row could accept, of those proposed for
             it; -1 if it had ended; shape (B,), int32.
         recent, lengths: of :class:`Committed`, before the round.

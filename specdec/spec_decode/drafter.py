@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..models.runner import EndedRow, ModelRows, ModelRunner
 from ..sampling import Draws, GrammarMasks, RowSampling
-from .rejection_sampler import Accepted
+from .commit import Accepted
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ class Round:
             (B, W), W at least 2; -1 in front of a row that has fewer.
         active: rows still being decoded, shape (B,), boolean. Proposals for the
             others are ignored.
-        sampling, draws: how the target will choose. A drafter that chooses with
-            them (:meth:`choose`) is accepted most often.
+        sampling, draws: how the target will choose; ``draws`` is ``None`` if every row
+            takes the token of the largest logit. A drafter that chooses with them
+            (:meth:`choose`) is accepted most often.
         needs_probabilities: whether some row's verification needs the probabilities
             that proposals were drawn from.
         given: proposals of another drafter, which come first; continue each row after
@@ -102,7 +103,7 @@ class Round:
     recent: mx.array
     active: mx.array
     sampling: RowSampling
-    draws: Draws
+    draws: Draws | None
     needs_probabilities: bool = False
     given: Proposals | None = None
     lengths: mx.array = field(kw_only=True)
@@ -118,9 +119,7 @@ class Round:
     @property
     def is_greedy(self) -> bool:
         """Whether each proposal is the token of the draft's largest logit."""
-        changed = (self.sampling.adjustments, self.grammar, self.given)
-        drawn = self.needs_probabilities or self.draws.gumbel is not None
-        return not drawn and all(each is None for each in changed)
+        return self.draws is None and self.grammar is None and self.given is None
 
     def choose(
         self, logits: mx.array, proposed: Sequence[mx.array]
@@ -139,14 +138,14 @@ class Round:
             (B, 1, V), or ``None`` if no row needs it.
         """
         j = len(proposed)
-        draws = self.draws.at(j)
-        if self.sampling.adjustments is not None:
+        draws = None if self.draws is None else self.draws.at(j)
+        if draws is not None and self.sampling.adjustments is not None:
             recent = mx.concatenate([self.recent, *proposed], axis=1)[:, j:]
             logits = self.sampling.adjusted(logits, recent, recent[:, :0], draws)
         if self.grammar is not None:
             logits = self.grammar.mask_next(logits, proposed)
         probabilities = None
-        if self.needs_probabilities:
+        if draws is not None and self.needs_probabilities:
             probabilities = self.sampling.probabilities(logits, draws)
         chosen = self.sampling.choose(logits, draws)
         if self.given is not None:
@@ -191,8 +190,9 @@ class Round:
                 k, lambda before: logits[:, len(before) : len(before) + 1]
             )
             return mx.concatenate(tokens, axis=1), probabilities
-        draws, probabilities = self.draws.first(k), None
-        if self.needs_probabilities:
+        draws = None if self.draws is None else self.draws.first(k)
+        probabilities = None
+        if draws is not None and self.needs_probabilities:
             probabilities = self.sampling.probabilities(logits, draws)
         chosen = self.sampling.choose(logits, draws)
         if self.given is not None:
@@ -258,7 +258,7 @@ class DraftRows(ABC):
 
         Args:
             hidden: shape (B, S, D), as in
-                :class:`~specdec.spec_decode.rejection_sampler.Accepted`.
+                :class:`~specdec.spec_decode.commit.Accepted`.
             following: the token after each, shape (B, S). After a prompt's last token
                 it is the first one that the row emits.
             lengths: how many tokens of the chunk are a row's own; the rest is padding.

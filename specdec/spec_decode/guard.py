@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from inspect import isroutine
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,8 @@ log = logging.getLogger("specdec.spec_decode")
 T = TypeVar("T")
 
 _OURS: set[type] = set()
+# Methods whose answers the engine reads.
+_CHECKED = frozenset(("propose", "peek", "prefill", "rows"))
 
 
 def ours(rows: type[T]) -> type[T]:
@@ -191,28 +194,25 @@ class _Guarded:
             if not hasattr(self._instead, name):  # it is not asked of any drafter
                 raise
             value = getattr(self._failed(error), name)
-        if not isroutine(value):
-            return value
+        return partial(self._call, name) if isroutine(value) else value
 
-        def call(*args: Any, **named: Any) -> Any:
-            watched = self._current()
-            # Rows that join are guarded, too.
-            args = tuple([a._current() if type(a) is _Guarded else a for a in args])
-            try:
-                return self._checked(name, args, getattr(watched, name)(*args, **named))
-            except Exception as error:
-                return getattr(self._failed(error), name)(*args, **named)
-
-        return call
+    def _call(self, name: str, *args: Any, **named: Any) -> Any:
+        watched = self._current()
+        # Rows that join are guarded, too.
+        args = tuple([a._current() if type(a) is _Guarded else a for a in args])
+        try:
+            answer = getattr(watched, name)(*args, **named)
+            return self._checked(name, args, answer) if name in _CHECKED else answer
+        except Exception as error:
+            return getattr(self._failed(error), name)(*args, **named)
 
     def _checked(self, name: str, args: tuple[Any, ...], answer: Any) -> Any:
         """What a method has returned, fit for the engine."""
-        if name == "propose" or (name == "peek" and answer is not None):
-            return vetted(self._watched, args[0], answer)
+        if name in ("propose", "peek"):
+            unknown = name == "peek" and answer is None
+            return None if unknown else vetted(self._watched, args[0], answer)
         if name == "prefill":
             return self._chunks(iter(answer))
-        if name != "rows":
-            return answer
         if not isinstance(answer, DraftRows):
             raise DrafterError(
                 f"drafter {type(self._watched).__qualname__}: its rows are of type "

@@ -16,9 +16,9 @@ from ..cache import put_rows
 from ..models.draft_heads import BlockHead, DraftHead
 from ..models.draft_heads.layers import HeadAttention
 from ..models.runner import ModelRows, ModelRunner
+from .commit import Accepted
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .guard import ours
-from .rejection_sampler import Accepted
 
 # The least share of frequent tokens in the prompt of a row that is proposed only such.
 _MOSTLY = 0.95

@@ -21,11 +21,11 @@ from ..errors import ConfigError
 from ..models.kernel_proofs import cached_proofs
 from ..utils.checks import require, require_int
 from . import ngram_search
+from .commit import Accepted
 from .corpus import DEPTH, Continuation, Corpora, Corpus
 from .drafter import Drafter, DraftRows, Proposals, Round
 from .guard import ours
 from .ngram_search import EMPTY, ring_of
-from .rejection_sampler import Accepted
 
 _MIN_CAPACITY = 256
 # The tokens of so many rounds without a look-up are computed together, since each call

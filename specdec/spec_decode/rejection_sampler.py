@@ -5,7 +5,7 @@ There are three rules. All keep the target's distribution:
 coupled
     A draft token is accepted if it equals the target's own choice. Target and draft
     share the noise of each position, so they agree often (Daliri, Musco and
-    Suresh 2024). The output does not depend on the draft.
+    Suresh 2024). The output does not depend on the draft. See :mod:`.commit`.
 rejection
     The ratio test of Leviathan, Kalman and Matias (2023).
 block
@@ -15,71 +15,11 @@ block
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-
-@dataclass(frozen=True)
-class Accepted:
-    """What a round keeps: row ``i`` commits ``chosen[i, :kept[i]]``.
-
-    Args:
-        chosen: shape (B, k + 1), int32. What follows a row's kept tokens means
-            nothing.
-        kept: the number of accepted draft tokens plus 1 for the extra token; 0 for
-            rows that have ended; shape (B,), int32.
-        hidden: the target's hidden states at the round's inputs (the last committed
-            token, then the proposals), shape (B, k + 1, D): the outputs of the layers
-            that the drafter asked for, before any norm, joined along the last axis.
-            ``None`` if it asked for none.
-        rejected: how many of the round's inputs are taken back, shape (B,), int32;
-            ``None`` computes it.
-    """
-
-    chosen: mx.array
-    kept: mx.array
-    hidden: mx.array | None = None
-    rejected: mx.array = field(default=None, kw_only=True)  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.rejected is None:
-            object.__setattr__(self, "rejected", self.chosen.shape[1] - self.kept)
-
-
-def count_kept(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
-    """How many of the target's choices each row keeps, when equality decides.
-
-    The target chose ``chosen[:, j]`` for the position of ``proposed[:, j]``, and
-    one more after the last. Proposals count up to the first that differs; the
-    choice after them is kept as the round's extra token.
-
-    Args:
-        proposed: draft tokens, shape (B, k), k may be 0.
-        chosen: the target's tokens, shape (B, k + 1).
-        limit: the most draft tokens that each row may accept, shape (B,), int32;
-            negative for rows that have ended, which keep nothing.
-
-    Returns:
-        Shape (B,), int32: accepted draft tokens + 1, or 0.
-    """
-    if not proposed.shape[1]:
-        return limit + 1
-    agree = (proposed == chosen[:, :-1]).astype(mx.int32)
-    accepted = mx.cumprod(agree, axis=1).sum(axis=1)
-    return (mx.minimum(accepted, limit) + 1).astype(mx.int32)
-
-
-def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
-    """The newest committed tokens of every row after a round, shape (B, W).
-
-    Args:
-        recent: the newest tokens before the round, shape (B, W).
-        chosen, kept: what the round commits, see :class:`Accepted`.
-    """
-    row = mx.concatenate([recent, chosen], axis=1)
-    index = kept[:, None] + mx.arange(recent.shape[1])
-    return mx.take_along_axis(row, index, axis=1)
+from .commit import Accepted
 
 
 @dataclass(frozen=True)
@@ -91,7 +31,7 @@ class Proposed:
         draft: what each was drawn from, shape (B, k, V).
         target: what the target draws from at each position, and after the last,
             shape (B, k + 1, V).
-        limit: see :func:`count_kept`.
+        limit: see :func:`~specdec.spec_decode.commit.count_kept`.
     """
 
     tokens: mx.array

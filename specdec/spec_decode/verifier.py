@@ -15,10 +15,11 @@ from ..request import Request, TokenLogprobs
 from ..sampling import Draws, GrammarMasks, RowSampling
 from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
 from ..sampling_params import SamplingParams
-from . import Proposals, Round, rejection_sampler
-from .commit import Committed, Compute, after, committer
+from . import rejection_sampler
+from .commit import Accepted, Committed, Compute, after, committer
 from .custom_samplers import choose_stepwise
-from .rejection_sampler import Accepted, AcceptedPrefix, Proposed
+from .drafter import Proposals, Round
+from .rejection_sampler import AcceptedPrefix, Proposed
 
 #: Parameters for idle slots.
 IDLE = SamplingParams(temperature=0.0, max_tokens=1)
@@ -169,6 +170,13 @@ class Verifier:
         return self.rejection is not None or self.block is not None
 
     @cached_property
+    def needs_draws(self) -> bool:
+        """Whether the choice of some row's token reads draws or positions."""
+        sampling = self.sampling
+        chosen_by_logits = sampling.greedy and sampling.adjustments is None
+        return not chosen_by_logits or bool(self.stepwise)
+
+    @cached_property
     def needs_tokens(self) -> bool:
         """Whether the host must know every committed token before a round."""
         return bool(self.stepwise or self.grammars)
@@ -213,7 +221,7 @@ class Verifier:
             committed.recent,
             active,
             self.sampling,
-            self.draws(committed.lengths, k + 1),
+            self.draws(committed.lengths, k + 1) if self.needs_draws else None,
             self.needs_probabilities,
             forced,
             lengths=committed.lengths,
@@ -258,7 +266,8 @@ class Verifier:
             checks: a row with a logit that is NaN or infinity keeps nothing.
         """
         draws, proposed = round_.draws, inputs[:, 1:]
-        logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
+        if draws is not None:
+            logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
         if round_.grammar is not None:
             logits = round_.grammar.mask(logits, proposed)
         peaks = logits.max(axis=-1)
@@ -270,10 +279,10 @@ class Verifier:
         sound = peaks if checks else None
         kept, *follows = self.compute(inputs, chosen, limit, meant, *before, sound)
         limit, equal = follows[0], kept
-        if proposals is not None and self.needs_probabilities:
+        if proposals is not None and draws is not None and self.needs_probabilities:
             chosen, kept = self._by_ratio(chosen, kept, proposals, logits, draws, limit)
         errors = {} if round_.grammar is None else dict(round_.grammar.errors)
-        if self.stepwise:
+        if self.stepwise and draws is not None:
             chosen, kept, logits = self._stepwise(
                 chosen, kept, proposed, logits, draws, limit, errors
             )

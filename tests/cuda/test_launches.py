@@ -20,7 +20,7 @@ from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.backend import BackendDefaults
 from specdec.cuda import commit_kernel, gated_delta, ngram_kernel
 from specdec.engine.batch import DecodeBatch
-from specdec.engine.round import Plan
+from specdec.engine.round import BatchRound
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.spec_decode import NamedDrafter, commit, ngram_search
 from specdec.tools.decoding import token_level
@@ -65,13 +65,11 @@ class Launches:
             patch.setattr(module, name, self._kernel(name, stands_for))
         dispatch = DecodeBatch.dispatch
 
-        def noted(batch: DecodeBatch, plan: Plan) -> Any:
+        def noted(batch: DecodeBatch, plan: BatchRound) -> None:
             self._found.clear()
-            in_flight = dispatch(batch, plan)
+            dispatch(batch, plan)
             if len(batch.slots) == self._num_rows and not plan.first:
-                found = in_flight.plan.num_draft_tokens, Counter(self._found)
-                self.rounds.append(found)
-            return in_flight
+                self.rounds.append((plan.num_draft_tokens, Counter(self._found)))
 
         patch.setattr(DecodeBatch, "dispatch", noted)
 

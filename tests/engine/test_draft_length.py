@@ -30,7 +30,6 @@ from specdec.models.runner import ModelRunner
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel, DraftRows, NgramDrafter, Proposals, Round
 from specdec.spec_decode import draft_model as draft_model
-from specdec.spec_decode.backlog import Backlog
 from specdec.spec_decode.draft_length import (
     AutoLength,
     CostStore,
@@ -39,6 +38,7 @@ from specdec.spec_decode.draft_length import (
     RoundCosts,
     RoundTiming,
 )
+from specdec.spec_decode.draft_model import Backlog
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, VOCAB, drafts_of, exact
 from tests.scripted import Script
 

@@ -22,7 +22,7 @@ from specdec.request import Request
 from specdec.sampling import gumbel_noise
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import commit
-from specdec.spec_decode.rejection_sampler import count_kept
+from specdec.spec_decode.commit import count_kept
 from tests.plain import (
     AT_ONCE,
     BACKENDS,

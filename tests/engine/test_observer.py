@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.engine.observer import Part, RoundObserver
+from specdec.engine.round import Part, RoundObserver
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, METAL, engine_of, run_rows

@@ -16,7 +16,7 @@ import pytest
 from specdec.backend import BackendDefaults
 from specdec.cache.storage import Storage
 from specdec.engine.batch import DecodeBatch
-from specdec.engine.round import Plan
+from specdec.engine.round import BatchRound
 from specdec.models.compiled import CompiledForwards
 from specdec.models.runner import ModelRows
 from specdec.request import Request
@@ -358,7 +358,7 @@ def test_rows_that_wait_for_memory_keep_no_slots(
     sizes: list[tuple[int, int]] = []
     dispatch = DecodeBatch.dispatch
 
-    def noted(self: DecodeBatch, plan: Plan) -> Any:
+    def noted(self: DecodeBatch, plan: BatchRound) -> Any:
         if not plan.first:
             sizes.append((len(self.slots), len(self.unfinished)))
         return dispatch(self, plan)

@@ -40,7 +40,7 @@ from specdec.models.sharding import SummedLinear
 from specdec.parallel import Follower, Leader
 from specdec.request import Request
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
-from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode.commit import Accepted
 from tests.byte_tokenizer import byte_tokenizer
 from tests.conftest import SMALLEST, _tiny_model
 from tests.plain import BEHIND

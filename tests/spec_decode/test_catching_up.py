@@ -17,9 +17,9 @@ from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel, draft_model
-from specdec.spec_decode.backlog import Backlog, Piece
+from specdec.spec_decode.commit import Accepted
+from specdec.spec_decode.draft_model import Backlog, Piece
 from specdec.spec_decode.drafter import Round
-from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.spec_decode.verifier import Verifier
 from tests.plain import BEHIND, VOCAB
 from tests.spec_decode.by_hand import build

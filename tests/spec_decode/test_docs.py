@@ -21,7 +21,7 @@ from specdec.spec_decode import (
     Proposals,
     Round,
 )
-from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode.commit import Accepted
 from tests.plain import BACKENDS, VOCAB, run_rows, sampled
 from tests.spec_decode.repetitive import make_prompts
 

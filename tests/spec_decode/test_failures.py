@@ -12,10 +12,10 @@ import pytest
 
 from specdec import DrafterError, EngineConfig, SpecDecoder
 from specdec.backend import BackendDefaults
-from specdec.engine.observer import RoundObserver
+from specdec.engine.round import RoundObserver
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftGuard, DraftRows, Proposals, Round
-from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode.commit import Accepted
 from specdec.tools.decoding import token_level
 from tests.plain import AT_ONCE, BEHIND, exact, greedy, run_rows
 from tests.spec_decode.repetitive import make_prompts

@@ -14,7 +14,7 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode import ChainDrafter, Drafter, Round
-from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode.commit import Accepted
 from tests.models import architectures
 from tests.plain import AT_ONCE, BEHIND, drafts_of, exact, greedy
 from tests.spec_decode.by_hand import build, layer_outputs

@@ -23,7 +23,8 @@ from specdec.sampling import gumbel_noise
 from specdec.sampling.noise import ACCEPT, uniform_draws
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Proposals, Round, rejection_sampler, verifier
-from specdec.spec_decode.rejection_sampler import AcceptedPrefix, Proposed, next_recent
+from specdec.spec_decode.commit import next_recent
+from specdec.spec_decode.rejection_sampler import AcceptedPrefix, Proposed
 from specdec.spec_decode.verifier import Verifier
 from tests.chains import FirstTokens, chi_square, three_tokens
 from tests.plain import AT_ONCE, drawable, exact, run_rows

@@ -30,8 +30,7 @@ from specdec.spec_decode import (
     Round,
     draft_model,
 )
-from specdec.spec_decode.backlog import Backlog
-from specdec.spec_decode.draft_model import DraftModelRows
+from specdec.spec_decode.draft_model import Backlog, DraftModelRows
 from tests.models.test_recurrent import (
     PADDED,
     compiled_calls,

@@ -11,7 +11,7 @@ import pytest
 
 from specdec.sampling import RowSampling
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode.rejection_sampler import count_kept, next_recent
+from specdec.spec_decode.commit import count_kept, next_recent
 from tests.chains import FirstTokens, chi_square, three_tokens
 
 

@@ -19,7 +19,7 @@ from mlx_lm.generate import (
 from mlx_lm.sample_utils import make_sampler
 
 from ...decoder import SpecDecoder, wired_memory
-from ...engine.observer import RoundObserver
+from ...engine.round import RoundObserver
 from ...prompts import EncodedPrompt, encode_all
 from ...request import Request
 from ...sampling_params import SamplingParams

@@ -14,7 +14,8 @@ import pytest
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.spec_decode import rejection_sampler
-from specdec.spec_decode.rejection_sampler import Accepted, AcceptedPrefix, Proposed
+from specdec.spec_decode.commit import Accepted
+from specdec.spec_decode.rejection_sampler import AcceptedPrefix, Proposed
 from specdec.tools.parity import DistributionCertificate, certify
 
 from .harness import TinyModel, make_decoder, make_prompts

@@ -13,9 +13,9 @@ from specdec import SamplingParams, SpecDecoder, backend
 from specdec.cache import positions
 from specdec.engine.batch import DecodeBatch
 from specdec.models.runner import ModelRows
-from specdec.sampling import RowSampling
-from specdec.spec_decode import commit
-from specdec.spec_decode.rejection_sampler import count_kept
+from specdec.spec_decode import Round, commit
+from specdec.spec_decode.commit import count_kept
+from specdec.spec_decode.verifier import Decision, Verifier
 from specdec.tools.parity import TokenCertificate, certify
 
 from .harness import ROUNDING, TinyModel, make_decoder, make_prompts
@@ -287,14 +287,17 @@ def test_a_fault_after_a_tie_is_found(
     # Of the rows that begin together, so that shapes are what they were.
     i, tie = min((item for item in first.items() if item[0] < 4), key=lambda x: x[1])
     wrong_from = len(make_prompts()[i]) + tie + 2
-    right = RowSampling.choose
+    right = Verifier.decide
 
-    def wrong(self: RowSampling, logits: mx.array, draws: Any) -> mx.array:
-        chosen = right(self, logits, draws)
-        late = draws.positions >= wrong_from
-        return mx.where(late, (chosen + 1) % logits.shape[-1], chosen)
+    def wrong(
+        self: Verifier, round_: Round, inputs: Any, proposals: Any, logits: mx.array,
+        *limit: Any, **options: Any,
+    ) -> Decision:  # fmt: skip
+        late = round_.lengths[:, None] + mx.arange(logits.shape[1]) >= wrong_from
+        logits = mx.where(late[..., None], mx.roll(logits, 1, axis=-1), logits)
+        return right(self, round_, inputs, proposals, logits, *limit, **options)
 
-    monkeypatch.setattr(RowSampling, "choose", wrong)
+    monkeypatch.setattr(Verifier, "decide", wrong)
     certificate = verified(decoder, max_tokens=48)
     kinds = [(d.kind, d.position) for d in certificate.divergences if d.prompt == i]
     assert kinds == [("tie", tie), ("failure", tie + 2)]
