@@ -1,6 +1,7 @@
 """Batch KV caches with per-sequence trim, on one invariant (docs/caches.md)."""
 
 from .batch import BatchCache
+from .core import Memo
 from .factory import (
     CacheOptions,
     check_caches,
@@ -12,7 +13,6 @@ from .factory import (
 )
 from .kinds import BatchChunkedKVCache, BatchKVCache, BatchRotatingKVCache
 from .members import BatchCacheList, members
-from .memo import Memo
 from .recurrent import BatchRecurrentCache
 from .storage import put_rows
 

@@ -418,7 +418,7 @@ class BatchCache(CacheCore):
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
         keys, values, offset, (options, counters) = v
-        vars(self).update(vars(self._like(0, **options)))
+        self.__dict__ = vars(self._like(0, **options))
         if keys is not None:
             self._storage.arrays = self._storage.codec.collect(keys, values)
         self._restore(offset)

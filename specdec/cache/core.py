@@ -17,15 +17,15 @@ running any Python, so the host's knowledge is updated by hand::
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Self, TypedDict
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Self, TypedDict, TypeVar
 
 import mlx.core as mx
 
 from ..backend import defaults
 from ..errors import CacheError
-from .capacity import grown_capacity, round_up
-from .memo import Memo
+from .capacity import grown_capacity
 from .positions import (
     Layout,
     LinearLayout,
@@ -41,12 +41,63 @@ from .positions import (
 from .ring import Ring
 from .storage import Arrays, Codec, DenseCodec, QuantizedCodec, Storage
 
+T = TypeVar("T")
 RowCounts = mx.array | Sequence[int]
 Options = Mapping[str, int | None]
 LINEAR, DENSE = LinearLayout(), DenseCodec()
 #: The most queries of MLX's attention kernel for few queries on Metal. With several
 #: rows, it copies a mask of one head for all heads, in each layer.
 FEW_QUERIES = 8
+
+
+class Memo:
+    """Computes once per forward what every layer of a model needs.
+
+    All layers of a model advance in lockstep, so positions, slots, masks and trims are
+    equal for all layers that share a layout. Their caches share one memo and ask it
+    with the very array objects they hold; the first to ask computes. A cache that is
+    out of step holds other objects, and computes its own.
+
+    Attributes:
+        until: the last position that each of the next tokens sees, shape (B, N);
+            ``None``: its own. The caches of a model share it, as they share results.
+        in_windows: whether ``until`` holds only where a window slides.
+        valid: how many tokens of the next write each row keeps, shape (B,), while a
+            graph of padded rows is built; ``None``: the caches know.
+    """
+
+    def __init__(self) -> None:
+        self.until: mx.array | None = None
+        self.in_windows = False
+        self.valid: mx.array | None = None
+        self._last: dict[Hashable, tuple[tuple[mx.array, ...], Hashable, object]] = {}
+
+    def get(
+        self,
+        name: Hashable,
+        arrays: tuple[mx.array, ...],
+        params: Hashable,
+        compute: Callable[[], T],
+    ) -> T:
+        """``compute()``, or its last result under ``name`` if nothing changed.
+
+        Args:
+            arrays: inputs compared by identity, and kept alive.
+            params: inputs compared by value.
+        """
+        last = self._last.get(name)
+        if last is not None:
+            old_arrays, old_params, result = last
+            same = old_params == params and len(old_arrays) == len(arrays)
+            if same and all(map(operator.is_, old_arrays, arrays)):
+                return result  # type: ignore[return-value]
+        result = compute()
+        self._last[name] = (arrays, params, result)
+        return result
+
+    def clear(self) -> None:
+        """Drop all results and the arrays that they were computed from."""
+        self._last.clear()
 
 
 class Settings(TypedDict, total=False):
@@ -98,12 +149,20 @@ class CacheCore:
         exact_alone: the only query of a batch of one row of known length reads exactly
             what the row holds, which needs no mask; if false, its shapes repeat as
             others do.
-        memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
+        memo: shared by the caches of one model, see :class:`Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
     Attributes:
         offset: tokens kept by every row, ``mx.array`` of shape (B,).
+        layout: which slot holds which position.
+        bits: of a stored element. Only caches that hand out packed keys have it:
+            mlx-lm's attention recognises them by this attribute.
+        group_size: elements that share a scale and a bias, if keys are packed.
     """
+
+    layout: Layout
+    bits: int
+    group_size: int
 
     def __init__(
         self,
@@ -128,6 +187,7 @@ class CacheCore:
         if max_length is not None:
             at_least("max_length", max_length, 1)
         self.ring = ring
+        self.layout = LINEAR if ring is None else ring.layout
         self.rules = rules
         self.max_length = max_length
         self.read_bucket = read_bucket
@@ -136,6 +196,10 @@ class CacheCore:
             unpacks = defaults().unpacks
         self.unpacks = unpacks
         codec: Codec = DENSE if bits is None else QuantizedCodec(bits, group_size)
+        if bits is not None:
+            self.group_size = group_size
+            if not unpacks:
+                self.bits = bits
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {
             **(options or {}),
@@ -194,31 +258,6 @@ class CacheCore:
         """How keys and values are packed: ``bits`` and ``group_size``, or nothing."""
         return self._storage.codec.options
 
-    @property
-    def bits(self) -> int:
-        """Bits per stored key or value element.
-
-        mlx-lm's attention recognises a cache with packed elements by this attribute.
-
-        Raises:
-            AttributeError: this cache hands out dense ones; see :attr:`packing`.
-        """
-        if self.unpacks or not self.packing:
-            raise AttributeError(f"this {type(self).__name__} returns dense keys")
-        return self.packing["bits"]
-
-    @property
-    def group_size(self) -> int:
-        """Elements that share one scale and bias; as :attr:`bits`."""
-        if not self.packing:
-            raise AttributeError(f"this {type(self).__name__} is not quantized")
-        return self.packing["group_size"]
-
-    @property
-    def layout(self) -> Layout:
-        """Which slot holds which position."""
-        return LINEAR if self.ring is None else self.ring.layout
-
     def empty(self) -> bool:
         """Whether nothing is allocated: never written, or no rows left."""
         return self._storage.arrays is None
@@ -244,10 +283,6 @@ class CacheCore:
 
     # -- writing and reading ----------------------------------------------
 
-    def _slots_needed(self, length: int) -> int:
-        """Slots for rows of up to ``length`` tokens."""
-        return length if self.ring is None else min(length, self.ring.slots)
-
     def _capacity_for(self, longest: int, capacity: int | None = None) -> int:
         """Slots to have for rows of up to ``longest`` tokens.
 
@@ -255,7 +290,7 @@ class CacheCore:
             capacity: as many as there are now; ``None``: :attr:`capacity`.
         """
         capacity = self.capacity if capacity is None else capacity
-        needed = self._slots_needed(longest)
+        needed = longest if self.ring is None else min(longest, self.ring.slots)
         if needed <= capacity:
             return capacity
         limits = [n for n in (self.ring and self.ring.slots, self.max_length) if n]
@@ -268,13 +303,15 @@ class CacheCore:
             An upper bound on the longest row, slots per row, and how many columns
             attention reads.
         """
-        longest, ring, capacity = self._longest + num_tokens, self.ring, self.capacity
-        grows = self._slots_needed(longest) > capacity
-        if grows or (ring is not None and not ring.takes(num_tokens, longest)):
+        longest, capacity = self._longest + num_tokens, self._storage.capacity
+        ring, needed = self.ring, longest
+        if ring is not None:
+            needed = min(longest, ring.slots)
+        if needed > capacity or (ring and not ring.takes(num_tokens, longest)):
             # The bound is loose after per-sequence trims; look before growing, or
             # refusing what a short row can take.
             longest = self._measure_longest() + num_tokens
-        capacity = self._capacity_for(longest, capacity)
+            capacity = self._capacity_for(longest, capacity)
         return longest, capacity, self._extent(longest, capacity, num_tokens)
 
     def begin_like(self, other: CacheCore) -> None:
@@ -293,13 +330,14 @@ class CacheCore:
         The only query of a row whose length is known may do so: it needs no mask, and
         attention without a mask has fast kernels for any length.
         """
-        alone = num_tokens == 1 and self.batch_size == 1 and self._uniform
+        alone = num_tokens == 1 and self._uniform and len(self.offset) == 1
         return self.read_bucket == 1 or bool(alone and self._options["exact_alone"])
 
     def _extent(self, longest: int, capacity: int, num_tokens: int) -> int:
         """Columns that attention reads when rows are up to ``longest`` long."""
-        bucket = 1 if self._exact(num_tokens) else self.read_bucket
-        return min(capacity, round_up(longest, bucket))
+        if self.read_bucket > 1 and not self._exact(num_tokens):
+            longest += -longest % self.read_bucket
+        return min(capacity, longest)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write new tokens after every row's last one; return what attention reads.
@@ -315,17 +353,22 @@ class CacheCore:
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
         """
-        rows, num_tokens = keys.shape[0], keys.shape[2]
-        if rows != self.batch_size:
-            raise CacheError(
-                f"{rows} rows were written to a cache of {self.batch_size}"
-            )
-        updates = self._storage.codec.encode(keys, values)
+        rows, num_tokens, storage = keys.shape[0], keys.shape[2], self._storage
+        offset, layout = self.offset, self.layout
+        if rows != len(offset):
+            raise CacheError(f"{rows} rows were written to a cache of {len(offset)}")
+        updates = storage.codec.encode(keys, values)
         longest, capacity, extent = self._make_room(num_tokens)
-        if self.empty():  # so all rows start in slot 0
-            self._storage.write_first(updates, capacity)
+        if storage.arrays is None:  # so all rows start in slot 0
+            storage.write_first(updates, capacity)
         else:
-            self._storage.write(updates, self._next_slots(num_tokens))
+            slots = self._memo.get(
+                ("slots", layout),
+                (offset,),
+                num_tokens,
+                lambda: layout.slots(positions_after(offset, num_tokens)),
+            )
+            storage.write(updates, slots)
         self._advance(num_tokens, longest)
         return self._read(extent)
 
@@ -335,21 +378,13 @@ class CacheCore:
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
         """
+        before = self._storage.capacity
         after = longest, capacity, _ = self._after(num_tokens)
         if self.ring is not None:
             self.ring.check(num_tokens, longest)
-        self._storage.grow(capacity)
+        if capacity > before:
+            self._storage.grow(capacity)
         return after
-
-    def _next_slots(self, num_tokens: int) -> mx.array:
-        """Slots of the next ``num_tokens`` tokens of every row, (B, num_tokens)."""
-        offset, layout = self.offset, self.layout
-        return self._memo.get(
-            ("slots", layout),
-            (offset,),
-            num_tokens,
-            lambda: layout.slots(positions_after(offset, num_tokens)),
-        )
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         self._count(num_tokens, longest)
@@ -500,7 +535,7 @@ class CacheCore:
         longest = self._measure_longest()
         old, old_capacity = ring.layout, self.capacity
         ring.resize(max_write, longest)
-        self._options["max_write"] = max_write
+        self._options["max_write"], self.layout = max_write, ring.layout
         if self.empty():
             return
         capacity = self._capacity_for(max(longest, 1), 0)
@@ -637,7 +672,7 @@ class CacheCore:
 
     def given(self) -> tuple[Hashable, Arrays]:
         """The inputs of a graph of the next write: their form, and the arrays."""
-        return None, () if self.empty() else self.arrays
+        return None, self._storage.arrays or ()
 
     def left(self) -> tuple[Any, Arrays]:
         """The outputs of that graph for :meth:`take`: their form, and the arrays."""

@@ -16,10 +16,9 @@ from ..errors import CacheError, UnsupportedModelError
 from ..utils.printable import first_line
 from .batch import BatchCache
 from .columns import counts_columns
-from .core import Settings
+from .core import Memo, Settings
 from .kinds import BatchChunkedKVCache, BatchKVCache, BatchRotatingKVCache
 from .members import BatchCacheList
-from .memo import Memo
 from .positions import at_least, whole
 from .recurrent import BatchRecurrentCache
 from .storage import GroupSizeError, QuantizedCodec

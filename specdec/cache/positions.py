@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 
@@ -48,9 +48,7 @@ class Layout(Protocol):
 class LinearLayout:
     """Position ``p`` lies in slot ``p``."""
 
-    @property
-    def num_slots(self) -> int | None:
-        return None
+    num_slots: ClassVar[None] = None
 
     def slots(self, positions: mx.array) -> mx.array:
         return positions
@@ -178,7 +176,7 @@ def unfused(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
     which takes 3.5 seconds to compile on CUDA. Another operation between them prevents
     that.
     """
-    wide = (mx.expand_dims(array, 0) for array in mx.broadcast_arrays(*arrays))
+    wide = [mx.expand_dims(array, 0) for array in mx.broadcast_arrays(*arrays)]
     return mx.squeeze(operation(*wide), 0)
 
 

@@ -23,8 +23,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import CacheError
 from .batch import BatchCache
-from .core import RowCounts, Settings
-from .memo import Memo
+from .core import Memo, RowCounts, Settings
 from .positions import whole
 from .storage import Arrays, DenseCodec, Index, Storage, placed
 
@@ -567,7 +566,7 @@ class BatchRecurrentCache(BatchCache):
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
         slots, _, offset, (options, _) = v
-        vars(self).update(vars(self._like(0, **options)))
+        self.__dict__ = vars(self._like(0, **options))
         self._store(slots)
         self._restore(offset)
 

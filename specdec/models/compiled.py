@@ -83,49 +83,33 @@ class CompiledForwards:
 
     def __call__(
         self,
-        tokens: mx.array,
-        caches: Sequence[Any],
-        *more: mx.array,
-        padding: int = 0,
-    ) -> tuple[mx.array, mx.array | None] | None:
-        """Write ``tokens`` of shape (B, S) after every row of ``caches``.
-
-        Args:
-            more: further arguments of the model.
-            padding: how often a single token (S = 1) is computed again and taken back.
-
-        Returns:
-            Logits (B, S, V), and hidden states if layers are recorded; ``None`` if
-            this forward must run as usual, and nothing was written.
-
-        Raises:
-            CacheError: the tokens do not fit.
-        """
-        return self.call(_FORWARD, (tokens, *more), caches, padding=padding)
-
-    def call(
-        self,
-        name: str,
         inputs: Sequence[mx.array],
         caches: Sequence[Any],
         *,
+        name: str = _FORWARD,
         padding: int = 0,
         options: tuple[Hashable, ...] = (),
         keeps: bool = True,
         valid: Sequence[int] = (),
     ) -> tuple[Any, mx.array | None] | None:
-        """Call a method of the model with arrays and the caches.
+        """Call the model, or a method of it, with arrays and the caches.
 
         Args:
-            name: the method's name. The method writes a token to every cache for each
-                column of the first input, (B, S) or (B, S, D).
+            inputs: its arguments before the caches. It writes a token to every cache
+                for each column of the first one, (B, S) or (B, S, D).
+            name: the method's name.
+            padding: how often a single token (S = 1) is computed again and taken back.
             options: further arguments of the method, after the caches.
             keeps: whether rows keep what is written; otherwise it is taken back.
             valid: how many of the written tokens each row keeps; empty: all.
 
-        Returns, raises:
-            The same as calling this object, with the method's result (an array or
-            ``None``) instead of logits.
+        Returns:
+            Its result (logits of shape (B, S, V), for the model), and hidden states if
+            layers are recorded; ``None`` if this forward must run as usual, and
+            nothing was written.
+
+        Raises:
+            CacheError: the tokens do not fit.
         """
         if self._refused:
             return None
@@ -136,8 +120,11 @@ class CompiledForwards:
             return None
         states = [cache.given() for cache in parts]
         keys += [form for form, _ in states]
-        offsets: list[mx.array] = []
-        groups = [_place(offsets, cache.offset) for cache in parts]
+        # Caches in lockstep hold the same offsets.
+        known = {id(cache.offset): cache.offset for cache in parts}
+        places = {key: place for place, key in enumerate(known)}
+        offsets = list(known.values())
+        groups = [places[id(cache.offset)] for cache in parts]
         # Operations belong to the stream that was current when they were made.
         stream = mx.default_stream(mx.default_device())
         shapes = tuple((array.shape, array.dtype) for array in inputs)
@@ -270,12 +257,3 @@ class CompiledForwards:
             return result, hidden, after, [arrays for _, arrays in left]
 
         return Function(mx.compile(forward), forms)
-
-
-def _place(arrays: list[mx.array], array: mx.array) -> int:
-    """The index of ``array`` itself in ``arrays``, appended if it is not there."""
-    for i, known in enumerate(arrays):
-        if known is array:
-            return i
-    arrays.append(array)
-    return len(arrays) - 1

@@ -83,13 +83,16 @@ class RowImages:
         self._embeddings: dict[str, mx.array] = {}
         #: Positions of the prompts that have images, by row.
         self._axes: dict[int, np.ndarray[Any, np.dtype[np.int32]]] = {}
-        self._shifts = [0] * len(prompts)
-        self._shift: mx.array | None = None
+        #: By how much positions differ from offsets once rows are decoded: one array
+        #: of shape (B,), as a further argument of a forward; or nothing.
+        self.shift: tuple[mx.array, ...] = ()
+        shifts = self._shifts = [0] * len(prompts)
         if inputs is not None:
             for i, placed in enumerate(images):
                 if placed:
                     self._axes[i] = positions_of(len(prompts[i]), placed)
-                    self._shifts[i] = int(self._axes[i][0, -1]) - len(prompts[i])
+                    shifts[i] = int(self._axes[i][0, -1]) - len(prompts[i])
+        self._move(shifts)
 
     def blank(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The prompts, with token 0 for each embedding of an image.
@@ -269,21 +272,9 @@ class RowImages:
         self._inputs.axes = mx.array(each)
         self._inputs.whole = mx.array([i in whole for i in range(len(done))])
 
-    @property
-    def shift(self) -> tuple[mx.array, ...]:
-        """By how much positions differ from offsets once rows are decoded.
-
-        One array of shape (B,), as a further argument of a forward; or nothing.
-        """
-        if not any(self._shifts):
-            return ()
-        if self._shift is None:
-            self._shift = mx.array(self._shifts, mx.int32)
-        return (self._shift,)
-
     def _move(self, shifts: list[int]) -> None:
-        if shifts != self._shifts:
-            self._shifts, self._shift = shifts, None
+        self._shifts = shifts
+        self.shift = (mx.array(shifts, mx.int32),) if any(shifts) else ()
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep only the given rows, in that order."""

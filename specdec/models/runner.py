@@ -460,7 +460,7 @@ class ModelRows:
             # Masks of empty caches have no dtype, so they are boolean. Where attention
             # reads no such masks, it selects by them: one more kernel to compile.
             usual &= max(done) > 0 or self.runner.backend.boolean_masks
-            if not (usual and self._compiled("__call__", (tokens,), valid=valid)):
+            if not (usual and self._compiled((tokens,), valid=valid)):
                 self._padded_forward(tokens, valid, model=model, **inputs)
             memo.until = None
             if scores is not None:
@@ -608,10 +608,12 @@ class ModelRows:
         padding = int(self.runner.backend.pad_single_token and width == 1)
         shift = self._images.shift
         if self.runner.compiled is not None:
-            done = self.runner.compiled(tokens, self._caches, *shift, padding=padding)
+            inputs = tokens, *shift
+            done = self.runner.compiled(inputs, self._caches, padding=padding)
             if done is not None:
-                logits, self.hidden = done
-                return logits
+                written: mx.array = done[0]
+                self.hidden = done[1]
+                return written
         if not padding:
             return self._forward(tokens, *shift)
         tokens = mx.broadcast_to(tokens, (rows, 1 + padding))
@@ -664,7 +666,8 @@ class ModelRows:
             keeps: whether rows keep any; otherwise all are taken back.
         """
         method, valid = getattr(self.runner.model, name), list(lengths or ())
-        done = self._compiled(name, arrays, options=options, keeps=keeps, valid=valid)
+        how = {"options": options, "keeps": keeps, "valid": valid}
+        done = self._compiled(arrays, name=name, **how)
         if done is not None:
             result = done[0]
         elif lengths is None:
@@ -681,12 +684,12 @@ class ModelRows:
         return result
 
     def _compiled(
-        self, name: str, arrays: Sequence[mx.array], **how: Any
+        self, arrays: Sequence[mx.array], **how: Any
     ) -> tuple[Any, mx.array | None] | None:
         """The result of a compiled forward; ``None``: it must run as usual."""
         if self.runner.compiled is None:
             return None
-        done = self.runner.compiled.call(name, arrays, self._caches, **how)
+        done = self.runner.compiled(arrays, self._caches, **how)
         if done is not None and self.runner.recorder is not None:
             self.hidden = done[1]
         return done
@@ -725,7 +728,8 @@ class ModelRows:
         """Tell the caches how long their rows are, as far as the host knows."""
         for cache in self._caches:
             cache.note_lengths(longest=longest, shortest=shortest)
-        maybe_quantize(self._caches, self.runner.options, longest)
+        if self.runner.options.kv_bits is not None:
+            maybe_quantize(self._caches, self.runner.options, longest)
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep only the given rows, in that order, and free the memory of the others.

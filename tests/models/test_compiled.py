@@ -89,7 +89,7 @@ def test_forwards_and_caches_are_the_same(
         width = int(draw.integers(1, 6))
         tokens = mx.array(draw.integers(0, 90, (rows, width)))
         expected = model(tokens, cache=plain)
-        done = forwards(tokens, replayed)
+        done = forwards((tokens,), replayed)
         assert done is not None
         np.testing.assert_allclose(done[0], expected, rtol=2e-4, atol=2e-4)
         counts = draw.integers(0, width + 1, rows).tolist()
@@ -132,7 +132,7 @@ def test_chunks_of_prompts_and_what_follows_are_the_same(
             expected = model(tokens, cache=plain)
             for cache in plain:
                 cache.finalize()
-            done = forwards.call("__call__", (tokens,), replayed, valid=valid or ())
+            done = forwards((tokens,), replayed, valid=valid or ())
             assert done is not None
             for i, n in enumerate(valid or [width] * rows):
                 np.testing.assert_allclose(
@@ -158,7 +158,7 @@ def test_a_graph_is_built_once_for_each_shape(tiny_model: TinyModel) -> None:
 
     forwards = CompiledForwards(Counted())  # type: ignore[no-untyped-call]
     for width in (1, 3, 1, 3, 1, 1, 3):
-        assert forwards(mx.zeros((2, width), mx.int32), caches) is not None
+        assert forwards((mx.zeros((2, width), mx.int32),), caches) is not None
     assert calls == [(2, 1), (2, 3)]
 
 
@@ -172,7 +172,7 @@ def test_forwards_before_shapes_have_settled_are_counted(
     tokens, counts = mx.zeros((2, 1), mx.int32), []
     for _ in range(4):
         before = forwards.new_shapes
-        if forwards(tokens, caches) is None:
+        if forwards((tokens,), caches) is None:
             model(tokens, cache=caches)
         counts.append(forwards.new_shapes - before)
     assert counts == [1, 1, 0, 0]
@@ -186,7 +186,7 @@ def test_few_graphs_are_kept(
     caches = caches_of(model, 2, read_bucket=64)
     forwards = CompiledForwards(model)
     for width in (1, 2, 3, 4):
-        forwards(mx.zeros((2, width), mx.int32), caches)
+        forwards((mx.zeros((2, width), mx.int32),), caches)
     assert len(forwards._functions) == 2
 
 
@@ -207,7 +207,7 @@ def test_graphs_for_other_capacities_count_too(
     forwards = CompiledForwards(Counted())  # type: ignore[no-untyped-call]
     for max_length in (70, 80, 90, 70):
         caches = caches_of(model, 2, read_bucket=64, max_length=max_length)
-        assert forwards(mx.zeros((2, 2), mx.int32), caches) is not None
+        assert forwards((mx.zeros((2, 2), mx.int32),), caches) is not None
     assert calls == [70, 80, 90, 70]  # the first was let go
     assert forwards.new_shapes == 4
     assert len(forwards._functions) == 2
@@ -222,7 +222,7 @@ def test_hidden_states_come_along(tiny_model: TinyModel) -> None:
     forwards = CompiledForwards(listened, recorder)
     for caches in (caches_of(listened, 2), caches_of(listened, 2)):
         recorder._outputs.clear()
-        done = forwards(tokens, caches)
+        done = forwards((tokens,), caches)
         assert done is not None
         assert done[1] is not None
         np.testing.assert_allclose(done[1], expected, rtol=2e-4, atol=2e-4)
@@ -244,7 +244,7 @@ def test_what_cannot_be_compiled_is_left_to_the_usual_way(
     before = caches[0].offset.tolist()
     forwards = CompiledForwards(Reads())  # type: ignore[no-untyped-call]
     for _ in range(2):
-        assert forwards(mx.zeros((2, 2), mx.int32), caches) is None
+        assert forwards((mx.zeros((2, 2), mx.int32),), caches) is None
         assert caches[0].offset.tolist() == before
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("specdec.models", logging.WARNING)
@@ -267,7 +267,7 @@ def test_a_cache_that_is_not_written_is_not_counted_as_written(
     forwards = CompiledForwards(Skips())  # type: ignore[no-untyped-call]
     with caplog.at_level(logging.DEBUG, "specdec"):
         for _ in range(2):
-            assert forwards(mx.zeros((2, 2), mx.int32), caches) is None
+            assert forwards((mx.zeros((2, 2), mx.int32),), caches) is None
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
     assert "leaves a cache out: it is not compiled" in record.getMessage()
@@ -279,7 +279,7 @@ def test_one_query_of_one_row_reads_what_it_holds(tiny_model: TinyModel) -> None
     caches = caches_of(model, 1, read_bucket=64)
     token = mx.zeros((1, 1), mx.int32)
     assert caches[0].make_mask(1) is None
-    assert CompiledForwards(model)(token, caches) is None
+    assert CompiledForwards(model)((token,), caches) is None
     keys, _ = caches[0].update_and_fetch(*[mx.zeros((1, 2, 1, 8))] * 2)
     assert keys.shape[2] == 5
     assert caches[0].keys_and_values()[0].shape[2] == 5
@@ -291,7 +291,7 @@ def test_too_much_is_refused_as_always(tiny_model: TinyModel) -> None:
     model = built(tiny_model, "full")
     caches = caches_of(model, 2, max_length=6)
     with pytest.raises(CacheError):
-        CompiledForwards(model)(mx.zeros((2, 5), mx.int32), caches)
+        CompiledForwards(model)((mx.zeros((2, 5), mx.int32),), caches)
 
 
 def test_a_model_that_is_not_compiled_decodes_the_same(
@@ -327,8 +327,8 @@ def test_a_graph_is_built_when_its_shapes_were_met_often_enough(
     forwards = CompiledForwards(model, after=3)
     for width, expected in ((1, False), (2, False), (1, False), (1, False), (1, True)):
         tokens = mx.ones((2, width), mx.int32)
-        assert (forwards(tokens, caches) is not None) == expected
-    assert forwards(mx.ones((2, 2), mx.int32), caches) is None
+        assert (forwards((tokens,), caches) is not None) == expected
+    assert forwards((mx.ones((2, 2), mx.int32),), caches) is None
 
 
 def test_what_is_counted_is_bounded(
@@ -339,7 +339,7 @@ def test_what_is_counted_is_bounded(
     caches = caches_of(model, 2)
     forwards = CompiledForwards(model, after=100)
     for width in range(1, 6):
-        forwards(mx.ones((2, width), mx.int32), caches)
+        forwards((mx.ones((2, width), mx.int32),), caches)
         assert len(forwards._met) <= 3
 
 

@@ -294,7 +294,11 @@ def test_a_fault_after_a_tie_is_found(
         *limit: Any, **options: Any,
     ) -> Decision:  # fmt: skip
         late = round_.lengths[:, None] + mx.arange(logits.shape[1]) >= wrong_from
-        logits = mx.where(late[..., None], mx.roll(logits, 1, axis=-1), logits)
+        logits = mx.where(
+            late[..., None],
+            mx.concatenate([logits[..., -1:], logits[..., :-1]], -1),
+            logits,
+        )
         return right(self, round_, inputs, proposals, logits, *limit, **options)
 
     monkeypatch.setattr(Verifier, "decide", wrong)
