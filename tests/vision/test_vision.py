@@ -505,15 +505,18 @@ def planted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _no_shift(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(image_rows.RowImages, "shift", ())
+    def none(rows: image_rows.RowImages, shifts: list[int]) -> None:
+        rows._shifts = shifts
+
+    patch.setattr(image_rows.RowImages, "_move", none)
 
 
 def _another_rows_shift(patch: pytest.MonkeyPatch) -> None:
-    def rolled(rows: Any) -> tuple[mx.array, ...]:
-        shifts = rows._shifts
-        return (mx.array(shifts[1:] + shifts[:1], mx.int32),)
+    def rolled(rows: image_rows.RowImages, shifts: list[int]) -> None:
+        rows._shifts = shifts
+        rows.shift = (mx.array(shifts[1:] + shifts[:1], mx.int32),)
 
-    patch.setattr(image_rows.RowImages, "shift", property(rolled))
+    patch.setattr(image_rows.RowImages, "_move", rolled)
 
 
 def _no_axes(patch: pytest.MonkeyPatch) -> None:
