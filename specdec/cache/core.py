@@ -155,14 +155,11 @@ class CacheCore:
     Attributes:
         offset: tokens kept by every row, ``mx.array`` of shape (B,).
         layout: which slot holds which position.
-        bits: of a stored element. Only caches that hand out packed keys have it:
-            mlx-lm's attention recognises them by this attribute.
-        group_size: elements that share a scale and a bias, if keys are packed.
+        bits, group_size: of packed elements. Only caches that hand out such have them:
+            mlx-lm's attention recognises these caches by ``bits``.
     """
 
     layout: Layout
-    bits: int
-    group_size: int
 
     def __init__(
         self,
@@ -191,15 +188,12 @@ class CacheCore:
         self.rules = rules
         self.max_length = max_length
         self.read_bucket = read_bucket
-        self.additive_mask = additive_mask
         if unpacks is None:
             unpacks = defaults().unpacks
         self.unpacks = unpacks
         codec: Codec = DENSE if bits is None else QuantizedCodec(bits, group_size)
-        if bits is not None:
-            self.group_size = group_size
-            if not unpacks:
-                self.bits = bits
+        if not unpacks:
+            vars(self).update(codec.options)
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {
             **(options or {}),
@@ -444,7 +438,7 @@ class CacheCore:
         """
         extent = self._extent(max(self._longest, 1), self.capacity, 1)
         offset, layout, rules = self.offset, self.layout, self.rules
-        dtype = self._storage.dtype if self.additive_mask else None
+        dtype = self._storage.dtype if self._options["additive_mask"] else None
 
         def compute() -> mx.array:
             # A row without tokens sees one slot: a softmax of nothing is not a number.
@@ -492,7 +486,7 @@ class CacheCore:
         alone = self._uniform and extent == longest and not rules
         if alone and not return_array and until is None:
             return None if N == 1 or both_ways else "causal"
-        dtype = self._storage.dtype if self.additive_mask else None
+        dtype = self._storage.dtype if self._options["additive_mask"] else None
         heads = self._options["mask_heads"] or 1
 
         def compute() -> mx.array:

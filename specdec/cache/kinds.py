@@ -57,7 +57,8 @@ class BatchKVCache(BatchCache):
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
         single = self.single(**self.packing)
         if arrays is not None:
-            packing = self.packing and (self.group_size, self.packing["bits"])
+            # Its group size, then its bits.
+            packing = list(self.packing.values())[::-1]
             single.state = (*self._storage.codec.present(arrays), length, *packing)
         return single
 

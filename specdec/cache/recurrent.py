@@ -566,7 +566,7 @@ class BatchRecurrentCache(BatchCache):
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
         slots, _, offset, (options, _) = v
-        self.__dict__ = vars(self._like(0, **options))
+        vars(self).update(vars(self._like(0, **options)))
         self._store(slots)
         self._restore(offset)
 
