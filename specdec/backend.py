@@ -66,8 +66,6 @@ class BackendDefaults:
             as many heads as queries have.
         shares_memory: the system has no other memory than the device, so buffers that
             MLX keeps for reuse are limited while rows decode, too.
-        peek_rows: the most rows with which rounds without a draft peek at the
-            drafter's proposals; ``None``: any number.
         most_copied: the most bytes of the target's caches that a round may copy, since
             to wait until the one before is computed takes longer. ``None``: it need not
             wait, since MLX is too few operations ahead of the device to copy.
@@ -89,7 +87,6 @@ class BackendDefaults:
     kernels: bool = False
     boolean_masks: bool = False
     shares_memory: bool = False
-    peek_rows: int | None = None
     most_copied: int | None = None
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
@@ -151,14 +148,10 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             prefills_by_layers=True,
             most_chunk_tokens=8192,
             kernels=True,
-            # With 8 rows, peeking took a tenth to a third of a round; with one, 5 to 8%
-            # (one H200).
-            peek_rows=1,
             most_copied=2**29,
         ),
         # Not measured; docs/devices.md derives these values from MLX's source. A new
         # length costs nothing; the bucket fills the attention kernel's blocks.
-        # Peeking may cost more than it gains.
         # A product's time rises in steps with the rows in all, up to 5, to 10 and to 32
         # (published costs), so each draft length is timed.
         BackendDefaults(
@@ -167,7 +160,6 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             static_shapes=False,
             boolean_masks=True,
             shares_memory=True,
-            peek_rows=0,
             most_copied=2**26,
             draft_lengths=(0, 1, 2, 3, 4, 7),
             verify_widths=(1, 2, 3, 4, 5, 8),

@@ -25,17 +25,17 @@ needs_cpu_backend = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("device", "metal", "expected"),
     [
-        (mx.cpu, False, ("cpu", 1, False, None)),
-        (mx.cpu, True, ("cpu", 1, False, None)),
-        (mx.gpu, False, ("cuda", 256, True, 1)),
-        (mx.gpu, True, ("metal", 32, False, 0)),
+        (mx.cpu, False, ("cpu", 1, False)),
+        (mx.cpu, True, ("cpu", 1, False)),
+        (mx.gpu, False, ("cuda", 256, True)),
+        (mx.gpu, True, ("metal", 32, False)),
     ],
 )
 def test_defaults(
     monkeypatch: pytest.MonkeyPatch,
     device: mx.DeviceType,
     metal: bool,
-    expected: tuple[str, int, bool, int | None],
+    expected: tuple[str, int, bool],
 ) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
@@ -44,7 +44,6 @@ def test_defaults(
         found.name,
         found.read_bucket,
         found.static_shapes,
-        found.peek_rows,
     )
 
 

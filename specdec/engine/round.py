@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 
@@ -29,9 +29,7 @@ from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import (
     BatchState,
     DraftLength,
-    Peek,
     RoundTiming,
-    ShadowAcceptance,
     StepTimer,
 )
 from ..spec_decode.verifier import Decision, Verifier
@@ -148,8 +146,6 @@ class BatchRound:
     Attributes:
         rows: the request in each slot; ``None`` where the slot was idle.
         decision: the round's decision, on the device.
-        peeked: the tokens that a draft would have proposed, if the round did not draft
-            and peeked.
         began: when it began to be built, if rounds are timed.
         backlog: tokens of a row that the drafter took in first.
         spoiled: once read, the slots of rows that kept nothing because their logits
@@ -165,7 +161,6 @@ class BatchRound:
     first: bool = False
     rows: tuple[Request | None, ...] = field(default=(), init=False)
     decision: Decision = field(init=False)
-    peeked: Proposals | None = field(default=None, init=False)
     began: float = field(default=0.0, init=False)
     backlog: int = field(default=0, init=False)
     spoiled: list[int] = field(default_factory=list, init=False)
@@ -211,20 +206,6 @@ class BatchRound:
             if error is not None:
                 request.fail(error)
         return read
-
-    def peeks(self) -> list[Peek]:
-        """For each drafted row that goes on: its token, and the tokens peeked at."""
-        tokens: list[Any] = [None] * len(self.rows)
-        if self.peeked is not None:
-            tokens = self.peeked.tokens.tolist()  # type: ignore[assignment]
-            if self.peeked.lengths is not None:
-                lengths: Any = self.peeked.lengths.tolist()
-                tokens = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
-        return [
-            Peek(s.number, s.tokens[-1], row)
-            for s, row in zip(self.rows, tokens, strict=True)
-            if s and s.finish_reason is None and s.tokens and s.drafts
-        ]
 
 
 # Messages by str() of the largest logit.
@@ -302,7 +283,7 @@ class Rounds:
         self._longest = inf if context is None else context - self.most + 1
         self._choice, self._backend = choice, backend
         self._observer, self._in_flight = observer, in_flight
-        self._timer, self._shadow = StepTimer(), ShadowAcceptance()
+        self._timer = StepTimer()
         self._idle = 0  # rounds since the last one that drafted
         # The most tokens after a row's own that drafts may have left in its caches.
         self._stale = 0
@@ -417,7 +398,7 @@ class Rounds:
         k, draft, rules = plan.num_draft_tokens, self._draft, self._rules
         self._stale = max(k, self._stale - 1)
         timed = self._choice.policy is not None and not plan.first
-        shapes, looks = 0, False
+        shapes = 0
         self._observer.begun(k)
         if not plan.first:
             self._idle = 0 if k else self._idle + 1
@@ -425,16 +406,12 @@ class Rounds:
         if timed:
             plan.backlog = draft.backlog if k and draft is not None else 0
             plan.began, shapes = self._timer.begin(), self._new_shapes
-            peek_rows = self._backend.peek_rows
-            few = peek_rows is None or len(self.slots) <= peek_rows
-            looks = not k and few and plan.chosen and self._shadow.due()
         committed, width = self._committed, rules.sampling.context_size
         if committed.recent.shape[1] != width:
             committed = committed.within(width)
         round_ = rules.round_of(plan.limits, committed, self._active, self._target)
 
         proposals = self._propose(round_) if k else None
-        plan.peeked = self._peek(round_) if looks else None
 
         inputs = committed.recent[:, -1:]
         if proposals is not None:
@@ -461,8 +438,7 @@ class Rounds:
         self._committed = committed = decision.committed
 
         ahead = [committed.recent, committed.lengths, self._target.offset]
-        seen = () if plan.peeked is None else (plan.peeked.tokens, plan.peeked.lengths)
-        results = [decision.packed, decision.peaks, *ahead, *seen]
+        results = [decision.packed, decision.peaks, *ahead]
         self._hand_over(results)
         # Afterwards, since some drafters hand over what they commit.
         if draft is not None and self._serves and not plan.first:
@@ -514,15 +490,6 @@ class Rounds:
             return proposals
         return self._spoiled.harmless(round_, proposals)
 
-    def _peek(self, round_: Round) -> Proposals | None:
-        """The proposals for a round that does not draft, if the drafter tells them."""
-        assert self._draft is not None
-        # No grammar masks: they would be made for tokens that nothing verifies.
-        asked = replace(round_, num_draft_tokens=self.most, grammar=None)
-        peeked = self._draft.peek(asked)
-        # For proposals that were drawn, the emitted tokens do not show acceptance.
-        return None if peeked is None or peeked.probabilities is not None else peeked
-
     # -- learn -------------------------------------------------------------
 
     def learn(self, round_: BatchRound, kept: Sequence[int | None]) -> None:
@@ -553,15 +520,9 @@ class Rounds:
     def _timing(self, round_: BatchRound, kept: Sequence[int | None]) -> RoundTiming:
         """What a round that was read shows the policy."""
         k, limits = round_.num_draft_tokens, round_.limits
-        shadow: list[tuple[int, int]] = []
-        if k:
-            self._shadow.forget()
-        elif round_.peeked is not None or self._shadow.awaiting:
-            shadow = self._shadow.compare(round_.peeks())
         flying = [f for f in self._in_flight if not f.first]
-        looked = any(f.peeked is not None for f in (round_, *flying))
         seconds, fair, joining = self._timer.read(
-            round_.began, [f.num_draft_tokens == k and not looked for f in flying]
+            round_.began, [f.num_draft_tokens == k for f in flying]
         )
         running = [
             (s.number, limit, min(n - 1, limit))
@@ -573,10 +534,9 @@ class Rounds:
             k,
             [(limit, accepted) for _, limit, accepted in running],
             seconds,
-            fair and not looked,
+            fair,
             round_.backlog,
             [number for number, *_ in running],
-            shadow,
             not round_.chosen,
             joining,
         )

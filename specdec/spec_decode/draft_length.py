@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from ..utils.printable import counted
 from ..utils.user_cache import CachedEntries, cache_path
-from .round_times import Peek, RoundTiming, ShadowAcceptance, StepTimer
+from .round_times import RoundTiming, StepTimer
 
 __all__ = [
     "LADDER",
@@ -36,10 +36,8 @@ __all__ = [
     "DraftLength",
     "ForwardCosts",
     "Forwards",
-    "Peek",
     "RoundCosts",
     "RoundTiming",
-    "ShadowAcceptance",
     "StepTimer",
     "tokens_per_round",
 ]
@@ -192,8 +190,8 @@ class Acceptance:
         return [position.mean for position in self._positions]
 
     def observe(self, timing: RoundTiming) -> None:
-        """Learn from a round, or from its peeks if it drafted nothing."""
-        counts = [list(pair) for pair in timing.shadow]
+        """Learn from a round."""
+        counts: list[list[int]] = []
         if timing.num_draft_tokens:
             survival = self.survival(timing.num_draft_tokens)
             for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):

@@ -273,17 +273,6 @@ class DraftRows(ABC):
     def propose(self, round_: Round) -> Proposals:
         """Propose ``round_.num_draft_tokens`` tokens for every row."""
 
-    def peek(self, round_: Round) -> Proposals | None:
-        """What would be proposed, in a round without a draft; ``None``: unknown.
-
-        For drafters that propose at next to no cost and do not sample. It must change
-        nothing; :meth:`commit` follows, with k = 0.
-
-        Args:
-            round_: has the k to peek at; its draws have one position.
-        """
-        return None
-
     def commit(self, round_: Round, accepted: Accepted) -> None:
         """Learn what the round kept; called after rounds with k = 0 too."""
         return

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _OURS: set[type] = set()
 # Methods whose answers the engine reads.
-_CHECKED = frozenset(("propose", "peek", "prefill", "rows"))
+_CHECKED = frozenset(("propose", "prefill", "rows"))
 
 
 def ours(rows: type[T]) -> type[T]:
@@ -208,9 +208,8 @@ class _Guarded:
 
     def _checked(self, name: str, args: tuple[Any, ...], answer: Any) -> Any:
         """What a method has returned, fit for the engine."""
-        if name in ("propose", "peek"):
-            unknown = name == "peek" and answer is None
-            return None if unknown else vetted(self._watched, args[0], answer)
+        if name == "propose":
+            return vetted(self._watched, args[0], answer)
         if name == "prefill":
             return self._chunks(iter(answer))
         if not isinstance(answer, DraftRows):

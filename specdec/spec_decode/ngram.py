@@ -190,9 +190,6 @@ class NgramRows(DraftRows):
         inputs = mx.concatenate([newest, tokens], axis=1)
         return Proposals.within(inputs, lengths=lengths.astype(mx.int32))
 
-    def peek(self, round_: Round) -> Proposals | None:
-        return self.propose(round_)
-
     def commit(self, round_: Round, accepted: Accepted) -> None:
         width = accepted.chosen.shape[1]
         self._reserve(self._longest + width)

@@ -157,8 +157,7 @@ def test_a_round_launches_no_more(
     allowed: dict[str, int],
     batch_size: int,
 ) -> None:
-    switches = replace(LIKE_CUDA, peek_rows=0)
-    monkeypatch.setattr(backend, "defaults", lambda: switches)
+    monkeypatch.setattr(backend, "defaults", lambda: LIKE_CUDA)
     monkeypatch.setattr(
         "specdec.spec_decode.verifier.committer",
         lambda: commit_kernel.commit,
