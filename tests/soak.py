@@ -298,8 +298,6 @@ class ByTheBook(AutoLength):
         if self.noise.random() < 0.3:
             reported = [(limit, limit) for limit, _ in timing.accepted]
             timing = replace(timing, accepted=reported)
-            if timing.shadow:
-                timing = replace(timing, shadow=[(1, 1)] * 8)
         if timing.seconds is not None and not timing.fair:
             # Now and then getting ready for shapes, or catching up, takes long.
             timing = replace(timing, seconds=1.5 * self.noise.choice((1, 2, 10)))

@@ -172,7 +172,7 @@ class Job:
                     del left[row], room[row]
             timing = RoundTiming(
                 slots, k, accepted if k else [], took, True,
-                backlog if k else 0, rows if k else (), (), not any(rooms),
+                backlog if k else 0, rows if k else (), not any(rooms),
             )  # fmt: skip
             if joined:
                 timing = replace(timing, fair=False, joining=True)
