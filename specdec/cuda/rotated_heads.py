@@ -1,7 +1,8 @@
 """The norms and rotations of queries and keys by one CUDA kernel.
 
-Attention of Qwen3, Qwen3-Next and Qwen3.5 norms queries and keys head by head, and
-rotates them by their positions: four launches of mlx-lm's code, which are one here.
+Attention of Qwen3, Qwen3-Next, Qwen3.5 and of most draft heads norms queries and keys
+head by head, and rotates them by their positions: four launches of mlx-lm's code, which
+are one here.
 
 A token's queries and keys do not depend on what is beside them.
 """
@@ -27,11 +28,13 @@ _KINDS = {
     ("mlx_lm.models.qwen3", "Attention"),
     ("mlx_lm.models.qwen3_moe", "Attention"),
     ("mlx_lm.models.qwen3_next", "Qwen3NextAttention"),
+    ("specdec.models.draft_heads.layers", "HeadAttention"),
 }
 MOST_SIZE = 256
 
 # A warp has a head of a token: each 32nd number a thread. Numbers that rotate together
-# are HALF apart, and so in one thread. Results are rounded where MLX's are.
+# are HALF apart, and so in one thread. Where neighbours rotate together (PAIRS), a
+# thread has both. Results are rounded where MLX's are.
 SOURCE = """
   constexpr int EACH = D / 32, APART = HALF / 32;
   const int B = q_shape[0], S = q_shape[1], lane = threadIdx.x;
@@ -43,10 +46,14 @@ SOURCE = """
       ? q + row * q_strides[0] + token * q_strides[1] + head * q_strides[2]
       : k + row * k_strides[0] + token * k_strides[1] + (head - H) * k_strides[2];
   const size_t step = of_query ? q_strides[3] : k_strides[3];
+  auto place_of = [&](int i) {
+    if (!PAIRS || i >= 2 * APART) return i * 32 + lane;
+    return 2 * (i % APART * 32 + lane) + i / APART;
+  };
   float x[EACH], sum = 0.0f;
   #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    x[i] = static_cast<float>(from[(i * 32 + lane) * step]);
+    x[i] = static_cast<float>(from[place_of(i) * step]);
     sum = fmaf(x[i], x[i], sum);
   }
   #pragma unroll
@@ -55,7 +62,7 @@ SOURCE = """
   const T* const norm = of_query ? q_norm : k_norm;
   #pragma unroll
   for (int i = 0; i < EACH; ++i)
-    x[i] = rounded(rounded(x[i] * by) * static_cast<float>(norm[i * 32 + lane]));
+    x[i] = rounded(rounded(x[i] * by) * static_cast<float>(norm[place_of(i)]));
   const float position =
       static_cast<float>(@SCALE@) * static_cast<float>(offset[row] + token);
   #pragma unroll
@@ -73,7 +80,7 @@ SOURCE = """
                                    static_cast<size_t>(row) * KV + head - H) * S;
   #pragma unroll
   for (int i = 0; i < EACH; ++i)
-    out[(place + token) * D + i * 32 + lane] = static_cast<T>(x[i]);
+    out[(place + token) * D + place_of(i)] = static_cast<T>(x[i]);
 """
 
 
@@ -86,6 +93,7 @@ class Form(NamedTuple):
         rotated: how many of a head's numbers rotate.
         eps: of both norms.
         scale, base: of positions.
+        traditional: whether neighbours rotate together.
     """
 
     dtype: mx.Dtype
@@ -96,6 +104,7 @@ class Form(NamedTuple):
     eps: float
     scale: float
     base: float
+    traditional: bool = False
 
     @property
     def known(self) -> bool:
@@ -149,6 +158,7 @@ def rotated(
             ("KV", key_heads),
             ("D", size),
             ("HALF", form.rotated // 2),
+            ("PAIRS", int(form.traditional)),
         ],
         grid=(rows * tokens * (heads + key_heads) * 32, 1, 1),
         threadgroup=(32, 1, 1),
@@ -207,8 +217,10 @@ class _OneKernel:
 
 def form_of(layer: Any) -> Form | None:
     """The form of an attention module; ``None``: its positions are of another kind."""
-    rope, norms = layer.rope, (layer.q_norm, layer.k_norm)
-    if type(rope) is not nn.RoPE or rope.traditional:
+    rope, norms = layer.rope, (layer.get("q_norm"), layer.get("k_norm"))
+    # Those of draft heads may have no norms, sinks, or gates apart from the queries.
+    more = "attention_sink_bias" in layer or "g_proj" in layer
+    if type(rope) is not nn.RoPE or None in norms or more:
         return None
     weights = [norm["weight"] for norm in norms]
     if norms[0].eps != norms[1].eps or weights[0].dtype != weights[1].dtype:
@@ -220,7 +232,8 @@ def form_of(layer: Any) -> Form | None:
     )
     size = weights[0].shape[0]
     numbers = float(norms[0].eps), float(rope.scale), float(rope.base)
-    return Form(weights[0].dtype, heads, key_heads, size, rope.dims, *numbers)
+    sizes = heads, key_heads, size, rope.dims
+    return Form(weights[0].dtype, *sizes, *numbers, bool(rope.traditional))
 
 
 def take_heads(model: nn.Module) -> None:
@@ -265,7 +278,7 @@ def _agrees(form: Form) -> bool:
         exact = mx.fast.rope(
             mx.fast.rms_norm(heads, norm, form.eps).transpose(0, 2, 1, 3),
             form.rotated,
-            traditional=False,
+            traditional=form.traditional,
             base=form.base,
             scale=form.scale,
             offset=offset,

@@ -183,9 +183,9 @@ class DecodeBatch(Rounds):
         return PromptScores(self._target.runner, prompts, tops)
 
     def _following(self) -> mx.array:
-        """The token after each token of the prompts' last chunk, shape (B, S)."""
-        target = self._target
-        if target.hidden is None:
+        """The token after each of the prompts' last chunk, (B, S), if one is read."""
+        target, drafter = self._target, self._drafter
+        if target.hidden is None or not (drafter and drafter.reads_following):
             return self._committed.recent[:, -1:]
         width, tokens = target.hidden.shape[1], []
         for s, n, end in zip(self.slots, target.written, target.done, strict=True):

@@ -333,7 +333,9 @@ class Rounds:
             # Tokens after the row's end are useless. The answer must depend on the row
             # alone: with the ratio rules, it decides what the row emits. How many
             # tokens are left is known only if rounds are read at once.
-            limits.append(min(most, max(surely - 1, 0)) if by_token else most)
+            if by_token or (surely < 2 and not self._rules.needs_probabilities):
+                most = min(most, max(surely - 1, 0))
+            limits.append(most)
         if not needed:
             return None
 

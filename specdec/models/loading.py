@@ -25,6 +25,7 @@ from ..cuda import (
     expert_matmul,
     flattened_matmul,
     gated_delta,
+    markov_walk,
     rotated_heads,
     skinny_matmul,
 )
@@ -239,6 +240,7 @@ def fit(model: Any) -> None:
             expert_block,
             expert_matmul,
             gated_delta,
+            markov_walk,
             rotated_heads,
         )
         with cached_proofs(), compiled_beside(_type_of(model)) as waits:

@@ -46,6 +46,7 @@ class ChainDrafter(Drafter):
         reading = [d for d in (first, second) if d.hidden_layers]
         self.context = reading[0].context if len(reading) == 1 else None
         self.reads_prompts = any(d.reads_prompts for d in reading)
+        self.reads_following = any(d.reads_following for d in reading)
 
     def remember(self, answer: Sequence[int], client: str) -> None:
         self.first.remember(answer, client)

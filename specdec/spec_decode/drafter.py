@@ -337,6 +337,10 @@ class Drafter(ABC):
     #: prompt's last token are enough, and the others may be left out.
     reads_prompts: bool = True
 
+    #: Whether it reads the tokens after those whose hidden states it is shown;
+    #: otherwise those of a prompt's chunk may be anything.
+    reads_following: bool = True
+
     #: Runs a model with one cache entry for each token whose hidden states were
     #: observed. Its entries are stored with prefixes of prompts; with ``None``, a
     #: drafter that reads hidden states of whole prompts has no prefixes reused.

@@ -57,6 +57,7 @@ class HeadDrafter(Drafter):
         self.head: DraftHead = head
         self.hidden_layers = self.head.args.target_layers
         self.reads_prompts = self.head.reads_prompts
+        self.reads_following = self.head.reads_following
         self.context = runner if self.reads_prompts else None
         self.max_round = max_draft_tokens + 1
         self.max_proposals = self.head.max_proposals
@@ -111,7 +112,7 @@ class StateRows(DraftRows):
         # The head's output for each row's last token, if it has any, shape (B, 1, D).
         self._state = mx.zeros((num_rows, 1, size))
 
-    def _keep(self, outputs: mx.array | None, kept: mx.array) -> None:
+    def _keep(self, outputs: mx.array | None, kept: mx.array | Sequence[int]) -> None:
         """Keep the head's output for the last of each row's new tokens.
 
         Args:
@@ -120,6 +121,8 @@ class StateRows(DraftRows):
         """
         if outputs is None:
             return
+        if not isinstance(kept, mx.array):
+            kept = mx.array(list(kept))
         last = mx.maximum(kept - 1, 0)[:, None, None]
         new = mx.take_along_axis(outputs, last, axis=1)
         state = self._state.astype(new.dtype)
@@ -155,8 +158,7 @@ class AssistantRows(StateRows):
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
         """Keep the state of the last token of a chunk of the prompts."""
-        kept = mx.array(list(lengths))
-        self._keep(self._drafter.head.absorb(hidden, following, []), kept)
+        self._keep(self._drafter.head.absorb(hidden, following, []), lengths)
         mx.async_eval(self._state)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
@@ -222,7 +224,7 @@ class HeadRows(StateRows):
     ) -> None:
         """Write the context of a chunk of the prompts."""
         outputs = self._rows.call("absorb", hidden, following, lengths=lengths)
-        self._keep(outputs, mx.array(list(lengths)))
+        self._keep(outputs, lengths)
         self._evaluate()
 
     def _evaluate(self) -> None:

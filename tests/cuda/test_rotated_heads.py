@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,11 +15,14 @@ from specdec.cuda import kernels, rotated_heads
 from specdec.cuda.attention_patch import usual_calls
 from specdec.cuda.fused_linear import separated
 from specdec.cuda.rotated_heads import Form
+from specdec.models.draft_heads.config import LayerSizes
+from specdec.models.draft_heads.layers import HeadAttention
 from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
 from tests.models.architectures import build
 
 WHOLE = Form(mx.bfloat16, 4, 2, 64, 64, 1e-6, 1.0, 1e6)
 PART = Form(mx.float16, 3, 1, 256, 64, 1e-5, 0.25, 1e4)
+PAIRS = Form(mx.bfloat16, 3, 1, 192, 128, 1e-5, 1.0, 1e5, True)
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +62,12 @@ def exact(form: Form, given: mx.array, norm: mx.array, offset: mx.array) -> Any:
     places = np.array(offset)[:, None] + np.arange(x.shape[1])
     angle = form.scale * places[..., None] * form.base ** -(np.arange(half) / half)
     c, s = np.cos(angle)[:, :, None], np.sin(angle)[:, :, None]
-    first, second = x[..., :half].copy(), x[..., half : 2 * half].copy()
-    x[..., :half] = first * c - second * s
-    x[..., half : 2 * half] = first * s + second * c
+    both = slice(0, half), slice(half, 2 * half)
+    if form.traditional:
+        both = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    first, second = (x[..., each].copy() for each in both)
+    x[..., both[0]] = first * c - second * s
+    x[..., both[1]] = first * s + second * c
     return x.transpose(0, 2, 1, 3)
 
 
@@ -78,7 +84,7 @@ def agrees(form: Form, given: Drawn) -> bool:
 
 
 @needs_compiler
-@pytest.mark.parametrize("form", [WHOLE, PART])
+@pytest.mark.parametrize("form", [WHOLE, PART, PAIRS])
 def test_heads(form: Form) -> None:
     """Of one token and of several; all of a head rotates, or a part."""
     for rows, tokens in ((1, 1), (2, 3), (4, 2)):
@@ -96,6 +102,23 @@ def test_a_token_has_the_same_bits_beside_others() -> None:
     )
     for one, other in zip(whole, alone, strict=True):
         assert mx.array_equal(one[1:, :, 2:], other)
+
+
+def by_operations(
+    form: Form, q: mx.array, k: mx.array, norms: Any, offset: mx.array
+) -> list[mx.array]:
+    """What the kernel computes, in any type."""
+    return [
+        mx.fast.rope(
+            mx.fast.rms_norm(x, norm, form.eps).transpose(0, 2, 1, 3),
+            form.rotated,
+            traditional=form.traditional,
+            base=form.base,
+            scale=form.scale,
+            offset=offset,
+        )
+        for x, norm in zip((q, k), norms, strict=True)
+    ]
 
 
 @needs_compiler
@@ -116,21 +139,9 @@ def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernel is for 16 bits; here its place is taken in float32.
     calls: list[Form] = []
 
-    def counted(
-        form: Form, q: mx.array, k: mx.array, norms: Any, offset: mx.array
-    ) -> list[mx.array]:
+    def counted(form: Form, *given: Any) -> list[mx.array]:
         calls.append(form)
-        return [
-            mx.fast.rope(
-                mx.fast.rms_norm(x, norm, form.eps).transpose(0, 2, 1, 3),
-                form.rotated,
-                traditional=False,
-                base=form.base,
-                scale=form.scale,
-                offset=offset,
-            )
-            for x, norm in zip((q, k), norms, strict=True)
-        ]
+        return by_operations(form, *given)
 
     monkeypatch.setattr(rotated_heads, "rotated", counted)
     for _ in range(2):  # a second time changes nothing
@@ -146,6 +157,37 @@ def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usual_calls(model)
     tokens_of(model)
     assert len(calls) == number
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+def test_draft_heads(traditional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the packaged head's kind; one with gates or sinks is left alone."""
+    sizes = LayerSizes(
+        hidden_size=96, intermediate_size=8, num_layers=1, num_heads=3, num_kv_heads=1,
+        head_dim=64, rope_traditional=traditional,
+    )  # fmt: skip
+    layer = HeadAttention(sizes, 96)
+    layer.eval()
+    form = rotated_heads.form_of(layer)
+    assert form is not None
+    assert form.traditional is traditional
+    for other in (
+        replace(sizes, gated=True), replace(sizes, sinks=True),
+        replace(sizes, qk_norm=False),
+    ):  # fmt: skip
+        assert rotated_heads.form_of(HeadAttention(other, 96)) is None
+    x = mx.random.normal((2, 3, 96), key=mx.random.key(1))
+
+    def attended() -> mx.array:
+        cache = BatchKVCache([0, 1])
+        return layer(x, cache.make_mask(3, return_array=True), cache)
+
+    right = attended()
+    monkeypatch.setattr(rotated_heads.proven, "verdicts", {form: True})
+    monkeypatch.setattr(rotated_heads, "rotated", by_operations)
+    rotated_heads.take_heads(layer)
+    assert isinstance(layer, rotated_heads._OneKernel)
+    assert mx.allclose(attended(), right, atol=1e-5)
 
 
 def tokens_of(model: Any) -> mx.array:
@@ -166,6 +208,7 @@ FAULTS = {
     "another row's position": ("offset[row] + token", "offset[0] + token"),
     "the other direction": ("first * c - second * s", "first * c + second * s"),
     "another token's place": ("(place + token) * D", "place * D"),
+    "the other kind of pairs": ("!PAIRS ||", "PAIRS ||"),
     "neighbours that rotate together": ("/ HALF;", "/ (2 * HALF);"),
 }
 

@@ -29,6 +29,7 @@ from specdec.spec_decode.draft_length import BatchState
 from tests.plain import (
     AT_ONCE,
     BACKENDS,
+    BEHIND,
     VOCAB,
     drafts_of,
     engine_of,
@@ -320,3 +321,16 @@ def test_a_draft_is_asked_up_to_its_last_position(target: Any) -> None:
         num_draft_tokens=3, drafter=never,
     )  # fmt: skip
     assert max(written) == 20
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_the_last_token_of_a_row_needs_no_draft(target: Any, verification: Any) -> None:
+    """With a ratio rule its token depends on proposals, so the row alone decides."""
+    params = SamplingParams(
+        max_tokens=2, temperature=1.0, seed=3, verification=verification
+    )
+    rows = run_rows(
+        target, target, [[5, 6, 7], [8, 9]], [params] * 2,
+        num_draft_tokens=3, backend=BEHIND,
+    )  # fmt: skip
+    assert drafts_of(rows)[0] == (0 if verification == "coupled" else 2)

@@ -221,6 +221,11 @@ class BlockHead(DraftHead):
         if not self.in_order:
             logits = self.as_target(self.predict(states))[..., :vocab_size]
             return mx.concatenate([anchor, largest(logits)], axis=1)
+        every = self._places is None and self.args.vocab_size == vocab_size
+        if every and "markov_head" in self:
+            walked = self.markov_head.walk(self.logits(states), anchor)
+            if walked is not None:
+                return walked
         after, proposed = self.walk(states, anchor), list[mx.array]()
         for _ in range(k):
             proposed.append(largest(after(proposed)[..., :vocab_size]))

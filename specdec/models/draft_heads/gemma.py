@@ -53,10 +53,10 @@ class GemmaAttention(HeadAttention):
         self, x: mx.array, offset: mx.array | int
     ) -> tuple[mx.array, mx.array]:
         """Keys and values of ``x``, each (B, kv_heads, S, d)."""
-        k = self._heads(self.k_proj(x), self.num_kv_heads)
+        k = self._heads(self.k_proj(x), self.n_kv_heads)
         v = k
         if "v_proj" in self:
-            v = self._heads(self.v_proj(x), self.num_kv_heads)
+            v = self._heads(self.v_proj(x), self.n_kv_heads)
         values = mx.fast.rms_norm(v, None, self._eps)
         return self.rope(self.k_norm(k), offset=offset), values
 

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import initialize_rope
 
+from ...cuda.attention_patch import attend
 from .config import LayerSizes
 
 
@@ -46,7 +46,7 @@ class HeadAttention(nn.Module):
     def __init__(self, sizes: LayerSizes, input_size: int):
         super().__init__()  # type: ignore[no-untyped-call]
         heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-        self.num_heads, self.num_kv_heads = heads, kv_heads
+        self.n_heads, self.n_kv_heads = heads, kv_heads
         self.scale = size**-0.5
         self.q_proj = nn.Linear(input_size, heads * size, bias=sizes.bias)
         self.k_proj = nn.Linear(input_size, kv_heads * size, bias=sizes.bias)
@@ -70,7 +70,7 @@ class HeadAttention(nn.Module):
 
     def queries(self, x: mx.array, offset: mx.array | int) -> mx.array:
         """Queries of ``x`` (B, S, D) at positions from ``offset`` on, (B, H, S, d)."""
-        q = self._heads(self.q_proj(x), self.num_heads)
+        q = self._heads(self.q_proj(x), self.n_heads)
         if "q_norm" in self:
             q = self.q_norm(q)
         turned: mx.array = self.rope(q, offset=offset)
@@ -80,8 +80,8 @@ class HeadAttention(nn.Module):
         self, x: mx.array, offset: mx.array | int
     ) -> tuple[mx.array, mx.array]:
         """Keys and values of ``x``, each (B, kv_heads, S, d)."""
-        k = self._heads(self.k_proj(x), self.num_kv_heads)
-        v = self._heads(self.v_proj(x), self.num_kv_heads)
+        k = self._heads(self.k_proj(x), self.n_kv_heads)
+        v = self._heads(self.v_proj(x), self.n_kv_heads)
         if "k_norm" in self:
             k = self.k_norm(k)
         return self.rope(k, offset=offset), v
@@ -105,7 +105,7 @@ class HeadAttention(nn.Module):
             cache: the cache that returned them.
         """
         sinks = self.get("attention_sink_bias")
-        mixed = scaled_dot_product_attention(
+        mixed = attend(
             q,
             keys,
             values,

@@ -14,6 +14,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...cuda import markov_walk
+
 
 class MarkovHead(nn.Module):
     """A bias that depends on the previous token alone.
@@ -43,6 +45,30 @@ class MarkovHead(nn.Module):
         mixed, carried = self._mixed(self.markov_w1(before), h, carried)
         bias: mx.array = self.markov_w2(mixed)
         return bias, carried
+
+    @property
+    def walk_form(self) -> markov_walk.Form | None:
+        """The form of the kernel that walks by this bias; ``None``: there is none."""
+        if type(self) is not MarkovHead:
+            return None
+        return markov_walk.form_of(self.markov_w1, self.markov_w2)
+
+    def walk(self, logits: mx.array, anchor: mx.array) -> mx.array | None:
+        """The anchors (B, 1) and the likeliest tokens after them, (B, k + 1), int32.
+
+        Args:
+            logits: of slots, without the bias, shape (B, k, V).
+
+        Returns:
+            ``None``: the kernel is not used for these.
+        """
+        form, rows = self.walk_form, logits.shape[0]
+        if form is None or rows > markov_walk.MOST_ROWS or logits.dtype != form.dtype:
+            return None
+        if not markov_walk.proven.reached(form):
+            return None
+        embedding, weights = self.markov_w1.weight, self.markov_w2.weight
+        return markov_walk.walk(logits, embedding, weights, anchor)
 
     def _mixed(
         self, e: mx.array, h: mx.array, carried: mx.array | None
