@@ -247,10 +247,10 @@ class History:
         if size == 0:
             return
         count = self.choices.integer(0, min(4, size + 1))
-        kept = [self.choices.integer(0, size - 1) for _ in range(count)]
-        array = mx.array(kept, mx.int32)
-        self.cache.filter(kept if self.choices.integer(0, 1) else array)
-        self.rows = [self.rows[i] for i in kept]
+        rows = [self.choices.integer(0, size - 1) for _ in range(count)]
+        array = mx.array(rows, mx.int32)
+        self.cache.filter(rows if self.choices.integer(0, 1) else array)
+        self.rows = [self.rows[i] for i in rows]
 
     def extend(self) -> None:
         if len(self.rows) > 4:
@@ -302,9 +302,9 @@ class History:
         for part, row in zip(parts, self.rows, strict=True):
             assert type(part) is self.cache.single
             assert part.offset == len(row)
-        made = type(self.cache).merge(parts)
-        made.resize(self.max_write)
-        self.cache, self.undoable = made, 0
+        self.cache = type(self.cache).merge(parts)
+        self.cache.resize(self.max_write)
+        self.undoable = 0
 
     def resize(self) -> None:
         if self.kind.window is not None:
@@ -367,11 +367,11 @@ class History:
         numbers = np.rint(np.array(values)[:, :, :, 0]).astype(int)
         keys, stored = STORED[self.kind.bits]
         expected = np.zeros_like(output)
-        for row, kept in enumerate(self.rows):
-            first = len(kept) - lengths[row]
+        for row, history in enumerate(self.rows):
+            first = len(history) - lengths[row]
             for query in range(lengths[row]):
                 q = first + query
-                wanted = [t for p, t in enumerate(kept) if self.kind.visible(p, q)]
+                wanted = [t for p, t in enumerate(history) if self.kind.visible(p, q)]
                 columns = visible_columns(mask, row, query, size, numbers.shape[2])
                 for head in range(KV_HEADS):
                     attended = sorted(numbers[row, head, columns].tolist())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import mlx.core as mx
@@ -39,20 +38,6 @@ def equal(a: Any, b: Any) -> bool:
 
 
 class TestGrowth:
-    def test_doubles_from_256(self) -> None:
-        cache = BatchKVCache(1)
-        capacities: list[int] = []
-        write(cache, 1)
-        for _ in range(32767 // 31):
-            write(cache, 31)
-            mx.eval(cache.state)
-            if not capacities or capacities[-1] != cache.capacity:
-                capacities.append(cache.capacity)
-        assert cache.size() == 32768
-        assert capacities == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
-        # The first is an allocation, the other seven are growths.
-        assert len(capacities) - 1 == 7
-
     @pytest.mark.parametrize(
         ("writes", "capacity"),
         [
@@ -72,15 +57,6 @@ class TestGrowth:
             write(cache, n)
         assert cache.capacity == capacity
         assert cache.nbytes == 2 * 2 * HEADS * capacity * DIM * 4
-
-    def test_from_a_capacity_that_is_no_multiple_of_256(self) -> None:
-        cache = BatchKVCache(1)
-        x = tokens(1, 300)
-        cache.state = x, -x, mx.array([300], mx.int32), ({}, [])
-        assert cache.capacity == 300
-        keys, _ = write(cache, 1)
-        assert cache.capacity == 512
-        assert equal(keys[:, :, :300], x)
 
     @pytest.mark.parametrize("max_length", [1, 100, 256, 300, 1000])
     def test_never_passes_max_length(self, max_length: int) -> None:
@@ -182,13 +158,6 @@ class TestReading:
 
 
 class TestPadding:
-    def test_right_padding_alone(self) -> None:
-        cache = BatchKVCache(2)
-        cache.prepare(right_padding=[0, 2])
-        write(cache, 5)
-        cache.finalize()
-        assert cache.offset.tolist() == [5, 3]
-
     def test_refusals(self) -> None:
         cache = BatchKVCache(2)
         with pytest.raises(CacheError, match="left padding"):
@@ -235,24 +204,6 @@ class TestExchange:
         write(again, 300)
         assert again.capacity == 700
         assert cache.capacity == 256
-
-    def test_mlx_lm_does_not_take_the_state_for_its_own(self) -> None:
-        """Both libraries have a BatchKVCache; a saved file names only the class."""
-        with pytest.raises(ValueError, match="unpack"):
-            mlx_lm_cache.BatchKVCache.from_state(filled([3]).state)
-
-    def test_copies_of_a_model_still_share_their_memo(self) -> None:
-        from specdec.cache import Memo
-
-        memo = Memo()
-        caches = [BatchKVCache(2, memo=memo) for _ in range(2)]
-        for cache in caches:
-            write(cache, 3)
-        copies = copy.deepcopy(caches)
-        for cache in copies:
-            write(cache, 3)
-        assert copies[0].offset is copies[1].offset
-        assert caches[0].offset is not copies[0].offset
 
 
 def test_layers_share_what_they_compute() -> None:

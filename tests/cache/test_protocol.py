@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,96 +42,26 @@ def public(thing: Any) -> set[str]:
     return {name for name in dir(thing) if not name.startswith("_")}
 
 
-class TestProtocol:
-    """These fail when mlx-lm's protocol changes, so that it is looked at."""
-
-    def test_methods_of_the_batch_caches(self) -> None:
-        shared = {
-            "empty", "extend", "extract", "filter", "finalize", "from_state",
-            "is_trimmable", "keys_and_values", "make_mask", "merge", "nbytes",
-            "prepare", "size", "state", "step", "trim", "update_and_fetch",
-        }  # fmt: skip
-        assert public(mlx_lm_cache.BatchKVCache) == shared
-        rotating = public(mlx_lm_cache.BatchRotatingKVCache)
-        assert rotating == shared | {"to_quantized"}
-
-    def test_methods_of_the_single_caches(self) -> None:
-        assert public(mlx_lm_cache._BaseCache) == {
-            "empty", "from_state", "is_trimmable", "nbytes", "size", "state",
-        }  # fmt: skip
-        assert public(mlx_lm_cache.ChunkedKVCache) - public(mlx_lm_cache.KVCache) == {
-            "maybe_trim_front"
-        }
-        assert public(mlx_lm_cache.CacheList) == {
-            "empty", "extend", "extract", "filter", "finalize", "from_state",
-            "is_trimmable", "merge", "nbytes", "prepare", "size", "state", "trim",
-        }  # fmt: skip
-
-    def test_what_the_generator_calls(self) -> None:
-        """Everything that ``mlx_lm.generate`` does with a batch's caches."""
-        source = inspect.getsource(sys.modules[BatchGenerator.__module__])
-        batched = source[source.index("def _merge_caches") :]
-        called = set(re.findall(r"(?:\bca?|caches\[0\]\[i\])\.(\w+)", batched))
-        assert called == {
-            "extend", "extract", "filter", "finalize", "merge", "nbytes", "prepare",
-            "state",
-        }  # fmt: skip
-
-    def test_state_tuples(self) -> None:
-        """What ``extract`` builds and ``merge`` reads."""
-        x = mx.zeros((1, 1, 3, 32))
-        singles: list[tuple[Any, int]] = [
-            (mlx_lm_cache.KVCache(), 3),
-            (mlx_lm_cache.QuantizedKVCache(), 5),
-            (mlx_lm_cache.RotatingKVCache(8), 6),
-            (mlx_lm_cache.ChunkedKVCache(8), 5),
-        ]
-        for cache, length in singles:
-            if isinstance(cache, mlx_lm_cache.QuantizedKVCache):
-                x = mx.zeros((1, 1, 3, 64))
-            cache.update_and_fetch(x, x)
-            assert len(cache.state) == length
-            assert cache.state[2] == 3
-
-    def test_attention_asks_for_bits(self) -> None:
-        source = inspect.getsource(scaled_dot_product_attention)
-        assert 'hasattr(cache, "bits")' in source
-        assert "cache.group_size" in source
-
-
 @pytest.mark.parametrize("name", OURS)
-class TestConformance:
-    """One script, over ours and over mlx-lm's."""
-
-    def test_has_the_methods(self, name: str) -> None:
-        needed = public(mlx_lm_cache.CacheList) - {"from_state"}
-        if name != "list":
-            # `step` is an implementation detail: the block that it grows by.
-            needed = public(mlx_lm_cache.BatchKVCache) - {"step"} | {"offset"}
-        assert needed <= public(OURS[name](1))
-
-    def test_truth_and_length(self, name: str) -> None:
-        """Models say ``if cache and hasattr(...)``: an empty cache is true."""
-        cache = OURS[name](0)
-        assert bool(cache) is True
-        assert not hasattr(cache, "__len__")
-
-    def test_bits_only_where_quantized(self, name: str) -> None:
-        cache = OURS[name](1)
-        members = getattr(cache, "caches", [cache])
-        assert {bool(each.packing) for each in members} == {"4bit" in name}
-        assert hasattr(cache, "bits") is ("4bit" in name and not cache.unpacks)
-
-    def test_state_can_be_evaluated(self, name: str) -> None:
-        mx.eval([OURS[name](2).state])
-
-    def test_empty_ones_join(self, name: str) -> None:
-        cache = OURS[name](1)
-        cache.extend(OURS[name](2))
-        assert cache.offset.tolist() == [0, 0, 0]
-        cache.filter([1])
-        assert cache.empty()
-        assert cache.nbytes == 0
+def test_what_models_and_the_generator_ask_of_a_cache(name: str) -> None:
+    """A method that mlx-lm's caches have is lacking, or an empty one counts as none."""
+    cache = OURS[name](0)
+    needed = public(mlx_lm_cache.CacheList) - {"from_state"}
+    if name != "list":
+        # `step` is an implementation detail: the block that it grows by.
+        needed = public(mlx_lm_cache.BatchKVCache) - {"step"} | {"offset"}
+    assert needed <= public(cache)
+    assert bool(cache) is True  # models say `if cache and hasattr(...)`
+    assert not hasattr(cache, "__len__")
+    members = getattr(cache, "caches", [cache])
+    assert {bool(each.packing) for each in members} == {"4bit" in name}
+    assert hasattr(cache, "bits") is ("4bit" in name and not cache.unpacks)
+    cache.extend(OURS[name](2))
+    mx.eval([cache.state])
+    assert cache.offset.tolist() == [0, 0]
+    cache.filter([1])
+    assert cache.empty()
+    assert cache.nbytes == 0
 
 
 def script(cache: Any, x: mx.array, prompts: list[int], wide: int) -> list[Any]:
@@ -219,14 +146,12 @@ class TestBatchGenerator:
         generator.close()
         return tokens
 
-    @pytest.mark.parametrize(
-        ("arch", "overrides"), [("llama", {}), ("llama", SLIDING)], ids=["full", "ring"]
-    )
+    @pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "ring"])
     @pytest.mark.parametrize("step", [4, 64])
     def test_same_tokens(
-        self, tiny_model: TinyModel, arch: str, overrides: Any, step: int
+        self, tiny_model: TinyModel, overrides: Any, step: int
     ) -> None:
-        model = tiny_model(arch, **overrides)
+        model = tiny_model("llama", **overrides)
         rng = np.random.default_rng(1)
         prompts = [rng.integers(0, 97, n).tolist() for n in (5, 21, 1, 12, 9, 3)]
         options = {
@@ -250,7 +175,6 @@ X = mx.zeros((2, 1, 3, 4))
         (lambda _: BatchKVCache("x"), "batch_size is 'x': it must be a whole number"),  # type: ignore[arg-type]
         (lambda _: BatchKVCache(-1), "batch_size is -1: it must be 0 or more"),
         (lambda _: BatchKVCache(max_length=0), "max_length is 0: it must be 1 or more"),
-        (lambda _: BatchKVCache(read_bucket=0), "read_bucket is 0: it must be 1 or"),
         (lambda _: BatchRotatingKVCache(max_size="x"), "max_size is 'x': it must be"),  # type: ignore[arg-type]
         (lambda _: BatchChunkedKVCache(chunk_size=1.5), "chunk_size is 1.5: it must"),  # type: ignore[arg-type]
         (
@@ -259,14 +183,10 @@ X = mx.zeros((2, 1, 3, 4))
         ),
         (lambda c: c.trim_per_sequence([1, -1]), "tokens to trim is -1: it must be"),
         (lambda c: c.trim_per_sequence([1]), "trim_per_sequence got shape (1,)"),
-        (lambda c: c.trim_per_sequence([1] * 3), "trim_per_sequence got shape (3,)"),
-        (lambda c: c.trim_per_sequence(mx.array([1])), "trim_per_sequence got shape ("),
         (lambda c: c.trim_per_sequence(mx.array([[1, 1]])), "trim_per_sequence got sh"),
         (lambda c: c.extract(7), "extract got row 7: the batch has 2"),
         (lambda c: c.extract(-1), "extract got row -1: the batch has 2"),
-        (lambda c: c.extract("a"), "a row is 'a': it must be a whole number"),
         (lambda c: c.filter([0, 2]), "filter got rows [0, 2]: the batch has 2"),
-        (lambda c: c.filter([-1]), "filter got rows [-1]: the batch has 2"),
         (lambda c: c.filter([0.5]), "a row is 0.5: it must be a whole number"),
         (lambda c: c.prepare(lengths=[1.5, 1]), "a length is 1.5: it must be a whole"),
         (lambda c: c.prepare(right_padding=[1, "x"]), "a padding is 'x': it must be"),

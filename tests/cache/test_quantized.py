@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from specdec.cache import (
@@ -16,7 +15,6 @@ from specdec.cache import (
     CacheOptions,
     maybe_quantize,
 )
-from specdec.cache.storage import QuantizedCodec
 from specdec.errors import CacheError
 
 HEADS, DIM = 2, 64
@@ -106,85 +104,6 @@ def test_attention_makes_no_dequantized_copy(queries: int) -> None:
     assert mx.get_peak_memory() - before < 1.05 * packed + 4 * scores
 
 
-@pytest.mark.parametrize("layout", ["linear", "ring", "chunked"])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_what_is_unpacked_is_what_is_stored(layout: str, queries: int) -> None:
-    """Where products with packed keys are few (CUDA), attention gets dense ones."""
-    x = tokens(2, 6)
-    packed, unpacking = (
-        dense(layout, 2, unpacks=unpacks).to_quantized(group_size=32, bits=4)
-        for unpacks in (False, True)
-    )
-    for cache in (packed, unpacking):
-        cache.update_and_fetch(x, -x)
-        cache.trim_per_sequence([0, 1])
-    q, new = mx.ones((2, 4, queries, x.shape[-1])), tokens(2, queries)
-    outputs = []
-    for cache in (packed, unpacking):
-        mask: Any = cache.make_mask(queries)
-        k, v = cache.update_and_fetch(new, -new)
-        outputs.append(
-            scaled_dot_product_attention(
-                q[...], k, v, cache=cache, scale=0.1, mask=mask
-            )
-        )
-    kept = packed.keys_and_values()
-    for read, stored in zip(unpacking.keys_and_values(), kept, strict=True):
-        array, scales, biases = stored
-        exact = mx.dequantize(array, scales, biases, group_size=32, bits=4)
-        assert mx.array_equal(read, exact)
-    assert mx.allclose(outputs[0], outputs[1], atol=1e-5)
-    assert unpacking.packing == packed.packing == {"bits": 4, "group_size": 32}
-    assert (packed.bits, hasattr(unpacking, "bits")) == (4, False)
-    assert unpacking.unpacked_nbytes == 2 * 2 * HEADS * DIM * unpacking.capacity * 4
-    assert packed.unpacked_nbytes == 0
-
-
-def test_unpacked_keys_go_with_attention_sinks() -> None:
-    """mlx-lm refuses sinks where keys are packed."""
-    cache = BatchKVCache(1, bits=8, group_size=32, unpacks=True)
-    x = tokens(1, 4)
-    k, v = cache.update_and_fetch(x, x)
-    heads = k.shape[1]
-    queries = mx.ones((1, heads, 1, x.shape[-1]))
-    out = scaled_dot_product_attention(
-        queries, k, v, cache=cache, scale=1.0, mask=None, sinks=mx.zeros((heads,))
-    )
-    assert out.shape == queries.shape
-
-
-def test_linear_exchange_with_mlx_lm() -> None:
-    x = tokens(1, 30)
-    single: Any = mlx_lm_cache.QuantizedKVCache(group_size=32, bits=4)
-    single.update_and_fetch(x, -x)
-    merged = BatchKVCache.merge([single, single])
-    assert merged.packing == {"bits": 4, "group_size": 32}
-    merged.trim_per_sequence([0, 10])
-    back = merged.extract(1)
-    assert type(back).__name__ == "QuantizedKVCache"
-    assert (back.offset, back.bits, back.group_size) == (20, 4, 32)
-    keys, values = single.keys_and_values()
-    pairs = zip((*back.keys, *back.values), (*keys, *values), strict=True)
-    for a, b in pairs:
-        assert mx.array_equal(a, b[:, :, :20])
-
-
-def test_dense_rows_join_quantized_ones() -> None:
-    """New rows, prefilled dense, come to a batch that was quantized meanwhile."""
-    x = tokens(1, 9)
-    cache = dense("linear", 1)
-    cache.update_and_fetch(x, x)
-    cache = cache.to_quantized(group_size=32, bits=8)
-    other = dense("linear", 1)
-    other.update_and_fetch(x[:, :, :5], x[:, :, :5])
-    cache.extend(other)
-    assert cache.offset.tolist() == [9, 5]
-    for a, b in zip(cache.extract(0).keys, cache.extract(1).keys, strict=True):
-        assert mx.array_equal(a[:, :, :5], b)
-    with pytest.raises(CacheError, match="cannot join"):
-        cache.extend(dense("ring", 1))
-
-
 def test_bits_groups_and_head_sizes_that_cannot_be() -> None:
     for bits in (0, 2, 3, 6, 16):
         with pytest.raises(CacheError, match="4 or 8"):
@@ -232,18 +151,3 @@ def test_a_ring_quantized_later_undoes_no_more_than_before(kind: str) -> None:
     packed = cache.to_quantized(group_size=32, bits=8)
     with pytest.raises(CacheError, match="can undo 1;"):
         packed.trim_per_sequence([2, 0])
-
-
-def test_last_bits_can_move_a_number_by_a_step() -> None:
-    """What docs/caches.md says of rows with quantized keys: edges between steps.
-
-    Two forwards of other shapes may give numbers that far apart.
-    """
-    codec = QuantizedCodec(4, 32)
-    group = [float(i % 16) for i in range(31)]
-    stored = []
-    for edge in (7.5 - 2**-21, 7.5 + 2**-21):
-        x = mx.array([*group, edge]).reshape(1, 1, 1, 32)
-        stored.append(codec.unpack(codec.encode(x, x)[:3]).flatten())
-    assert stored[0][:31].tolist() == stored[1][:31].tolist() == group
-    assert abs(stored[1][31] - stored[0][31]).item() == 1

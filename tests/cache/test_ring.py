@@ -37,28 +37,28 @@ def write(cache: Any, n: int, first: int | None = None) -> Any:
     return cache.update_and_fetch(x, x)
 
 
-def history(kind: Any, rows: int, max_write: int) -> History:
+def by_hand(kind: Any, rows: int, max_write: int) -> History:
     """One to be driven by hand."""
-    made = History.begin(kind, Seeded(0), 0)
-    made.max_write = max_write
-    made.cache = kind.make(rows, max_write=max_write)
-    made.rows = [[] for _ in range(rows)]
-    return made
+    history = History.begin(kind, Seeded(0), 0)
+    history.max_write = max_write
+    history.cache = kind.make(rows, max_write=max_write)
+    history.rows = [[] for _ in range(rows)]
+    return history
 
 
-def extend_by(made: History, size: int) -> None:
+def extend_by(history: History, size: int) -> None:
     new = [
-        list(range(made.next_token + i * size, made.next_token + (i + 1) * size))
-        for i in range(len(made.rows))
+        list(range(history.next_token + i * size, history.next_token + (i + 1) * size))
+        for i in range(len(history.rows))
     ]
-    made.next_token += size * len(made.rows)
-    made.write_tokens(new, [size] * len(made.rows))
+    history.next_token += size * len(history.rows)
+    history.write_tokens(new, [size] * len(history.rows))
 
 
-def cut(made: History, counts: list[int]) -> None:
-    made.cache.trim_per_sequence(counts)
-    pairs = zip(made.rows, counts, strict=True)
-    made.rows = [row[: len(row) - n] for row, n in pairs]
+def cut(history: History, counts: list[int]) -> None:
+    history.cache.trim_per_sequence(counts)
+    pairs = zip(history.rows, counts, strict=True)
+    history.rows = [row[: len(row) - n] for row, n in pairs]
 
 
 @pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
@@ -68,72 +68,72 @@ class TestBound:
         self, kind: Any, max_write: int
     ) -> None:
         for extra in range(3 * max_write):
-            made = history(kind, 2, max_write)
+            history = by_hand(kind, 2, max_write)
             for _ in range(12 + extra):
-                extend_by(made, 1)
-            before = made.cache.offset.tolist()
+                extend_by(history, 1)
+            before = history.cache.offset.tolist()
             with pytest.raises(CacheError, match=f"can undo {max_write};"):
-                made.cache.trim_per_sequence([max_write + 1, 0])
-            assert made.cache.offset.tolist() == before
-            assert made.cache.is_trimmable()
-            cut(made, [max_write, 0])
-            assert not made.cache.is_trimmable()
+                history.cache.trim_per_sequence([max_write + 1, 0])
+            assert history.cache.offset.tolist() == before
+            assert history.cache.is_trimmable()
+            cut(history, [max_write, 0])
+            assert not history.cache.is_trimmable()
             with pytest.raises(CacheError, match="can undo 0;"):
-                made.cache.trim_per_sequence([0, 1])
+                history.cache.trim_per_sequence([0, 1])
             for _ in range(2 * max_write):
-                extend_by(made, 1)  # checks what is attended to
-            assert made.cache.is_trimmable()
+                extend_by(history, 1)  # checks what is attended to
+            assert history.cache.is_trimmable()
 
     def test_the_count_is_read_where_the_host_does_not_know_it(
         self, kind: Any, max_write: int
     ) -> None:
-        made = history(kind, 2, max_write)
+        history = by_hand(kind, 2, max_write)
         for _ in range(15):
-            extend_by(made, 1)
+            extend_by(history, 1)
         with pytest.raises(CacheError, match="cannot be taken back"):
-            made.cache.trim_per_sequence(mx.array([0, max_write + 1]))
-        made.cache.trim_per_sequence(mx.array([0, max_write]))
+            history.cache.trim_per_sequence(mx.array([0, max_write + 1]))
+        history.cache.trim_per_sequence(mx.array([0, max_write]))
 
     def test_one_write_takes_max_write_and_no_more(
         self, kind: Any, max_write: int
     ) -> None:
-        made = history(kind, 2, max_write)
+        history = by_hand(kind, 2, max_write)
         slots = kind.keep + kind.window + max_write - 1
-        extend_by(made, slots)  # an empty ring takes all that it has
-        extend_by(made, max_write)
+        extend_by(history, slots)  # an empty ring takes all that it has
+        extend_by(history, max_write)
         with pytest.raises(CacheError, match=rf"takes {max_write} at a time"):
-            extend_by(made, max_write + 1)
-        made = history(kind, 2, max_write)
+            extend_by(history, max_write + 1)
+        history = by_hand(kind, 2, max_write)
         with pytest.raises(CacheError, match="one write"):
-            extend_by(made, slots + 1)
+            extend_by(history, slots + 1)
 
     def test_all_comes_back_before_it_wraps(self, kind: Any, max_write: int) -> None:
-        made = history(kind, 2, max_write)
+        history = by_hand(kind, 2, max_write)
         slots = kind.keep + kind.window + max_write - 1
-        extend_by(made, slots)
-        cut(made, [slots, slots - 1])
-        extend_by(made, max_write)
+        extend_by(history, slots)
+        cut(history, [slots, slots - 1])
+        extend_by(history, max_write)
 
 
 @pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
 class TestPadding:
     def test_chunks_of_padding_evict_nothing(self, kind: Any) -> None:
         """A short row sits through many chunks of a long row's prompt."""
-        made = history(kind, 3, 4)
+        history = by_hand(kind, 3, 4)
         lengths = [40, 3, 11]
-        made.cache.prepare(lengths=lengths, right_padding=[0, 37, 29])
+        history.cache.prepare(lengths=lengths, right_padding=[0, 37, 29])
         for start in range(0, 40, 4):
             valid = [min(max(n - start, 0), 4) for n in lengths]
             new = [
-                list(range(made.next_token + 4 * i, made.next_token + 4 * i + 4))
+                list(range(history.next_token + 4 * i, history.next_token + 4 * i + 4))
                 for i in range(3)
             ]
-            made.next_token += 12
-            made.write_tokens(new, valid)
-        made.cache.finalize()
-        assert made.cache.offset.tolist() == lengths
+            history.next_token += 12
+            history.write_tokens(new, valid)
+        history.cache.finalize()
+        assert history.cache.offset.tolist() == lengths
         for _ in range(10):
-            extend_by(made, 1)
+            extend_by(history, 1)
 
 
 def test_shrinking_after_prefill_returns_the_bytes() -> None:
@@ -188,23 +188,6 @@ def test_what_rings_cannot_be_made_or_joined_of() -> None:
 
 
 class TestExchange:
-    @pytest.mark.parametrize("keep", [0, 2])
-    @pytest.mark.parametrize("length", [0, 3, 8, 9, 40])
-    def test_extract(self, keep: int, length: int) -> None:
-        cache = BatchRotatingKVCache(2, max_size=8, keep=keep, max_write=4)
-        for position in range(length):
-            write(cache, 1, position)
-        single = cache.extract(1)
-        assert type(single) is mlx_lm_cache.RotatingKVCache
-        assert (single.offset, single.keep, single.max_size) == (length, keep, 8)
-        if not length:
-            assert single.empty()
-            return
-        held = list(range(length))
-        if length > 8:
-            held = [*range(keep), *range(length - 8 + keep, length)]
-        assert np.array(single.keys)[0, 0, :, 0].tolist() == held
-
     @pytest.mark.parametrize("keep", [0, 2])
     @pytest.mark.parametrize("writes", [[3], [8], [5, 1, 1], [1] * 21, [30], [30, 1]])
     def test_merge_of_mlx_lm_caches(self, writes: list[int], keep: int) -> None:

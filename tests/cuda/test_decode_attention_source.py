@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import llama
 
 from specdec.cuda import decode_attention, decode_attention_source, kernels
 from tests.cuda.emulation.cuda import (
@@ -154,23 +153,6 @@ def test_a_scale_of_any_kind() -> None:
 )
 def test_proven(size: int, dtype: mx.Dtype) -> None:
     assert decode_attention._agrees((size, dtype))
-
-
-def test_a_proof_compiles_the_kernels_that_models_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Kernels are compiled for a scale: for another, all are compiled again."""
-    asked, kernel = [], decode_attention._kernel
-
-    def noted(dtype: mx.Dtype, mask: str, scale: float) -> Any:
-        asked.append((mask, scale))
-        return kernel(dtype, mask, scale)
-
-    monkeypatch.setattr(decode_attention, "_kernel", noted)
-    assert decode_attention._agrees((64, mx.bfloat16))
-    # Width 128 in two heads; what else it is made of does not matter here.
-    theirs = llama.Attention(llama.ModelArgs("llama", 128, 1, 8, 2, 1e-5, 8))
-    assert set(asked) == {(mask, theirs.scale) for mask in ("added", "bool")}
 
 
 def test_a_fault_with_one_size_leaves_the_others(

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
-from specdec.cuda import expert_block, expert_matmul, kernels, packed_matmul
+from specdec.cuda import expert_block, kernels, packed_matmul
 from specdec.cuda.expert_block import Form
 from specdec.cuda.flattened_matmul import flatten_products
 from specdec.cuda.fused_linear import join_products, separated
@@ -112,24 +112,6 @@ def test_a_block_is_mlx_lm_s(
     packed_matmul._expert_kernel.cache_clear()
     assert mx.array_equal(model(hidden(3, 9)), whole)
     assert type(separated(model).mlp) is kind
-
-
-@needs_compiler
-def test_no_other_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine compiles kernels of experts that the model never launches."""
-    model = block_of(KINDS[0])
-    assert not expert_matmul.proofs_of(model)
-    expert_block.take_few_launches(model)
-    expert_matmul.take_many_tokens(model)
-    assert not packed_matmul.proven.verdicts
-    assert agrees(model, hidden(1, 3))
-    failed = block_of(KINDS[0])
-    monkeypatch.setattr(
-        expert_block.proven,
-        "verdicts",
-        dict.fromkeys(expert_block.proven.verdicts, False),
-    )
-    assert len(expert_matmul.proofs_of(failed)) == 1
 
 
 @needs_compiler

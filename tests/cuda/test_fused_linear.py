@@ -239,23 +239,6 @@ def test_layers_asked_with_other_arrays(tiny_model: TinyModel) -> None:
     assert mlp.gate_proj._product._useless
 
 
-def test_a_layer_that_is_never_asked(tiny_model: TinyModel) -> None:
-    """Its part is not kept beyond the next product; soon it is computed no more."""
-    model = llama(tiny_model)
-    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
-    join_products(model)
-    x = mx.random.normal((2, 3, 32))
-    slot = attention.q_proj._product._slot
-    for _ in range(3):
-        assert not attention.q_proj._product._useless
-        attention.q_proj(x)
-        assert slot.ready is not None
-        mlp.gate_proj(x), mlp.up_proj(x)
-        assert slot.ready is None
-    assert attention.q_proj._product._useless
-    assert not mlp.gate_proj._product._useless
-
-
 def test_forwards_that_were_cut_off(tiny_model: TinyModel) -> None:
     """Ctrl-C between two layers: never joined again, however long the process runs."""
     model = llama(tiny_model)
@@ -267,16 +250,6 @@ def test_forwards_that_were_cut_off(tiny_model: TinyModel) -> None:
         close(model(TOKENS), expected)
         assert attention.q_proj._product._wasted == 0
     assert not attention.q_proj._product._useless
-
-
-def test_asked_twice_for_the_same(tiny_model: TinyModel) -> None:
-    model = llama(tiny_model)
-    mlp = model.layers[0].mlp
-    x = mx.random.normal((2, 3, 32))
-    expected = mlp.gate_proj(x)
-    join_products(model)
-    close(mlp.gate_proj(x), expected)
-    close(mlp.gate_proj(x), expected)
 
 
 def test_layers_that_differ_stay_alone(tiny_model: TinyModel) -> None:

@@ -107,46 +107,6 @@ def test_a_source_is_shortened_and_stays_the_same_code() -> None:
     assert kernels._shortened(code).endswith("\n")
 
 
-def test_where_parts_end_is_kept_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the host's own array, a short one, or computed again in every forward."""
-    kernels.last_columns.cache_clear()
-    made: list[mx.array] = []
-    usual = mx.array
-
-    def by_host(*args: Any) -> mx.array:
-        made.append(usual(*args))
-        return made[-1]
-
-    monkeypatch.setattr(mx, "array", by_host)
-    for ends, expected in (((9,), [9] * 4), (ENDS, list(ENDS))):
-        made.clear()
-        found = kernels.last_columns(ends)
-        (source,) = map(address, made)
-        made.clear()
-        assert found.tolist() == expected
-        assert found.nbytes > 8
-        assert address(found) != source
-
-
-def test_where_parts_end_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is computed again in every call of a compiled forward."""
-    kernels.last_columns.cache_clear()
-    computed: list[mx.array] = []
-    monkeypatch.setattr(mx, "eval", computed.append)
-
-    @mx.compile
-    def traced(x: mx.array) -> mx.array:
-        return x + kernels.last_columns((3, 7)).sum()
-
-    assert traced(mx.array(1)).item() == 1 + 3 + 3 * 7
-    assert kernels.last_columns((3, 7)) is computed[0]
-
-
-def address(array: mx.array) -> int:
-    where: int = np.array(array, copy=False).ctypes.data
-    return where
-
-
 @pytest.mark.parametrize("compiles", [True, False])
 def test_proofs_leave_mlx_s_compiler_as_it_was(compiles: bool) -> None:
     """A program that has turned it off would have it on after loading a model."""

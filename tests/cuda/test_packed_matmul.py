@@ -559,7 +559,3 @@ def test_many_rows(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> No
         np.testing.assert_allclose(
             one.astype(mx.float32), other.astype(mx.float32), atol=0.01, rtol=0.01
         )
-
-
-def test_without_packed_layers_nothing_is_slow(tiny_model: TinyModel) -> None:
-    assert not slow_pairs(tiny_model("llama"))

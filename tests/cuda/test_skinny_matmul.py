@@ -25,10 +25,9 @@ from specdec.cuda.skinny_matmul import (
 )
 from specdec.models import precision
 from specdec.tools.decoding import token_level
+from tests.cuda.emulation.cuda import needs_cuda
 
 TinyModel = Callable[..., nn.Module]
-on_cuda = defaults().name == "cuda"
-needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
 
 
 def reference(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
@@ -88,6 +87,12 @@ def test_layers_and_head_of_few_rows(
     assert all(rows == 6 for rows, _, _ in asked)
     assert sum(bias for *_, bias in asked) == 4 * layers
     close(found, expected)
+    asked.clear()
+    join_products(model)
+    close(model(tokens), expected)
+    assert JoinedSkinny in {type(m) for _, m in model.named_modules()}
+    assert len(asked) == 4 * layers + 1
+    assert sum(bias for *_, bias in asked) == 2 * layers
 
 
 def close(found: mx.array, expected: mx.array) -> None:
@@ -96,22 +101,6 @@ def close(found: mx.array, expected: mx.array) -> None:
     np.testing.assert_allclose(
         found.astype(mx.float32), expected.astype(mx.float32), atol=0.03 * scale
     )
-
-
-def test_joined_they_are_asked_once(
-    tiny_model: TinyModel, asked: list[tuple[int, int, bool]]
-) -> None:
-    model = model_of(tiny_model)
-    tokens = mx.arange(6).reshape(2, 3)
-    expected = model(tokens)
-    take_few_rows(model)
-    join_products(model)
-    found = model(tokens)
-    layers = len(model.layers)
-    assert JoinedSkinny in {type(m) for _, m in model.named_modules()}
-    assert len(asked) == 4 * layers + 1
-    assert sum(bias for *_, bias in asked) == 2 * layers
-    close(found, expected)
 
 
 def test_many_rows_other_types_and_odd_sizes_are_left_to_mlx(
@@ -183,42 +172,6 @@ def test_without_a_kernel_nothing_changes(
     assert not any(isinstance(m, SkinnyLinear) for _, m in model.named_modules())
 
 
-@pytest.mark.skipif(on_cuda, reason="there it is")
-def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
-    assert not skinny_matmul.proven(mx.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x, weight, bias: reference(x, weight, bias) * 1.1,
-        lambda x, weight, bias: reference(x, weight, bias) * mx.nan,
-    ],
-)
-def test_a_kernel_that_computes_something_else_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, wrong: Any
-) -> None:
-    rows: list[int] = []
-
-    def tried(whole: Any, part: Any) -> bool:
-        def counted(x: mx.array, weight: mx.array, bias: Any) -> mx.array:
-            rows.append(x.size // x.shape[-1])
-            found: mx.array = whole(x, weight, bias)
-            return found
-
-        monkeypatch.setattr(skinny_matmul, "product", counted)
-        monkeypatch.setattr(skinny_matmul, "parts", parted(part))
-        monkeypatch.setattr(skinny_matmul.proven, "verdicts", {})
-        return skinny_matmul.proven(mx.bfloat16)
-
-    assert not tried(wrong, reference)
-    assert not tried(reference, wrong)
-    assert tried(reference, reference)
-    # The narrowest kernel, and the widest.
-    assert min(rows) <= skinny_matmul.TILE
-    assert max(rows) > skinny_matmul.TILE * skinny_matmul.WIDEST // 2
-
-
 def test_a_model_speculates_with_itself(
     tiny_model: TinyModel, asked: list[tuple[int, int, bool]]
 ) -> None:
@@ -269,24 +222,3 @@ def test_the_kernel_computes_the_product(dtype: mx.Dtype) -> None:
                 assert len(found_parts) == len(ends)
                 joined = mx.concatenate(found_parts, axis=-1)[0]
                 assert mx.array_equal(joined, whole), (size, rows, ends)
-
-
-@needs_cuda
-def test_a_row_s_bits_do_not_depend_on_what_is_beside_it() -> None:
-    mx.random.seed(0)
-    for size in SIZES:
-        x = mx.random.normal((160, size[1])).astype(mx.bfloat16)
-        weight = mx.random.normal(size).astype(mx.bfloat16)
-        bias = mx.random.normal((size[0],)).astype(mx.bfloat16)
-        everything = skinny_matmul.product(x, weight, bias)
-        for rows in (1, 3, 8, 12, 24, 33, 64, 96):
-            found = skinny_matmul.product(x[:rows], weight, bias)
-            assert mx.array_equal(found, everything[:rows]), (size, rows)
-        alone = skinny_matmul.product(x[140:141], weight, bias)
-        assert mx.array_equal(alone, everything[140:141]), size
-
-
-@needs_cuda
-@pytest.mark.parametrize("dtype", TYPES)
-def test_proven_on_this_device(dtype: mx.Dtype) -> None:
-    assert skinny_matmul.proven(dtype)

@@ -165,11 +165,6 @@ def test_a_view_of_one_row_begins_anywhere(dtype: mx.Dtype, offset: int) -> None
     assert rounded_once(skinny_matmul.product(x, of_view, None), x, of_view, None)
 
 
-def test_sizes_here_are_of_either_kind() -> None:
-    assert {skinny_matmul._warps(HIGH, length) for length in (64, 96)} == {4}
-    assert {skinny_matmul._warps(40, length) for length in (32, 96, LONG)} == {16}
-
-
 FAULTS = {
     "half of the products": (
         "SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);",

@@ -50,20 +50,6 @@ def test_a_context_is_rounded_up_to_256(ctx_len: int, slots: int) -> None:
     assert kv_cache_bytes(1, 1, 1, 1, ctx_len, 1) == 2 * slots
 
 
-@given(
-    batch=st.integers(1, 64),
-    layers=st.integers(1, 99),
-    ctx=st.integers(1, 99_999),
-    heads=st.integers(1, 64),
-)
-def test_one_byte_is_half_of_two_and_rows_add_up(
-    batch: int, layers: int, ctx: int, heads: int
-) -> None:
-    two = kv_cache_bytes(layers, heads, 128, 2, ctx, batch)
-    assert kv_cache_bytes(layers, heads, 128, 1, ctx, batch) * 2 == two
-    assert kv_cache_bytes(layers, heads, 128, 2, ctx, 1) * batch == two
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])

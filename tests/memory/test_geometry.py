@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,15 +12,14 @@ from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cache import CacheOptions
 from specdec.config import EngineConfig
-from specdec.memory import MemoryPlan, RowNeeds, quantized_elem_bytes
-from specdec.memory.plan import STATE_COPIES, UNDER_WAY
+from specdec.memory import MemoryPlan, RowNeeds
+from specdec.memory.plan import UNDER_WAY
 from specdec.memory.planning import geometry_of
 from specdec.models.runner import ModelRows, ModelRunner, cache_options
 from specdec.sampling_params import SamplingParams
 from specdec.tools.bench.models import undrawn_model
 
-from ..cache.small_models import MODELS, WINDOW, ChunkedModel
-from ..models import architectures
+from ..cache.small_models import MODELS, ChunkedModel
 
 TinyModel = Callable[..., nn.Module]
 CPU = backend._DEFAULTS["cpu"]
@@ -125,52 +123,6 @@ def test_caches_that_are_quantized_later(tiny_model: TinyModel, start: int) -> N
         assert nbytes(rows) == sum(sizes)
 
 
-def test_each_kind_by_its_formula(tiny_model: TinyModel) -> None:
-    """What is read off models is what the formulas say of them."""
-
-    def slots_of(name: str, head_dim: int = 8, **options: Any) -> list[int]:
-        made = CacheOptions(max_write=4, **options)
-        model = build(tiny_model, name, head_dim)
-        found = geometry_of(model, HEADS, name, made)
-        return [c.slot_bytes for c in found.caches]
-
-    # Heads, keys and values, head size, bytes; one latent and one rotated part.
-    dense = 2 * 2 * 8 * 4
-    latent = (16 + 8) * 4
-    packed = 2 * 2 * 64 * quantized_elem_bytes(4, 32, scale_bytes=4)
-    assert slots_of("full") == [dense] * 2
-    assert slots_of("full", 64, kv_bits=4, kv_group_size=32) == [packed] * 2
-    assert slots_of("latent") == [latent] * 2
-    assert slots_of("list") == [latent] * 4
-    assert len(slots_of("shared-kv")) == 2  # of four layers
-    windows = [
-        c.window for c in geometry_of(build(tiny_model, CHUNKED), HEADS, CHUNKED).caches
-    ]
-    assert windows == [WINDOW, None, WINDOW]
-
-
-def test_weights_and_widths(tiny_model: TinyModel) -> None:
-    model = tiny_model()
-    found = geometry_of(model, HEADS, "it")
-    sizes = {
-        "embedding": 97 * 32,
-        "attention": 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32),
-        "mlp": 2 * 3 * 32 * 64,
-        "norms": 5 * 32,
-    }
-    assert found.num_parameters == sum(sizes.values())
-    assert found.weight_bytes == 4 * sum(sizes.values())
-    width = 32 + 2 * 16 + 32 + 2 * 64 + 32
-    assert found.token_bytes == 4 * width + 24 * 32 + 32 * 32
-    assert found.score_bytes == 4 * 4 + 4
-    assert (found.vocab_size, found.elem_bytes) == (97, 4)
-    nn.quantize(model, group_size=32, bits=4)
-    packed = geometry_of(model, HEADS, "it")
-    assert packed.num_parameters == found.num_parameters
-    assert packed.token_bytes == found.token_bytes
-    assert packed.weight_bytes < found.weight_bytes / 4
-
-
 def test_nothing_is_computed(tiny_model: TinyModel) -> None:
     """Reading a geometry must not evaluate a model's weights."""
     mx.synchronize()
@@ -193,21 +145,6 @@ def test_nothing_is_computed(tiny_model: TinyModel) -> None:
     found = geometry_of(model, {"num_attention_heads": 64, "hidden_size": 8192}, "70B")
     assert found.num_parameters == 70_553_706_496
     assert mx.get_active_memory() - before < 1 << 20
-
-
-def test_states_of_recurrent_layers_do_not_grow_with_the_rows() -> None:
-    """Counted per token, a plan would be far too large; left out, too small."""
-    model = architectures.build("mamba", num_hidden_layers=4)
-    found = geometry_of(model, HEADS, "mamba")
-    window, state = 3 * 48, 48 * 8
-    states = STATE_COPIES * 4 * (window + state)
-    assert found.layer_bytes(5, 7) == found.layer_bytes(5, 700) == [5 * states] * 4
-    assert found.layer_bytes(5, 0) == [0] * 4
-    plain = 2 * states // 3  # of which none before the last write
-    assert found.layer_bytes(5, 7, takes_back=False) == [5 * plain] * 4
-    # Its input, and what projections and the convolution make of it, to the output.
-    held = 4 * (32 + 2 * 48 + 48 + (4 + 2 * 8) + 48 + 32)
-    assert [c.held_bytes for c in found.caches] == [held] * 4
 
 
 @pytest.mark.parametrize("layers", [2, 12])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from specdec.memory import (
     MemoryPlan,
     ModelGeometry,
     RowNeeds,
-    kv_cache_bytes,
     largest_fitting,
 )
 from specdec.memory.estimate import Estimate
@@ -117,12 +115,6 @@ def test_a_drafts_rings_can_undo_what_it_catches_up_with() -> None:
     assert slots[0] >= 512 + CATCH_UP_STEP - 1 > slots[1]
 
 
-def test_plain_rows_need_the_reference_formula() -> None:
-    """A power of two is held in exactly so many slots."""
-    decoding = PLAN.moments([row_of(8000, 192)])[2]
-    assert decoding.parts["target KV cache"] == kv_cache_bytes(32, 8, 128, 2, 8192)
-
-
 @given(rows, st.integers(0, 8), st.sampled_from([PLAN, PAIR]))
 def test_more_never_needs_less(
     batch: list[RowNeeds], at: int, plan: MemoryPlan
@@ -185,33 +177,6 @@ def estimate(limit: int | None, context: int = 8192, batch: int = 1) -> Estimate
         plan_with=with_bits,
         command=str,
     )
-
-
-def test_what_fits_is_the_edge() -> None:
-    """One token, or one row, more than the largest does not fit."""
-    found = estimate(24 * 10**9)
-    assert found.fits
-    context, batch = found.largest_context(), found.largest_batch()
-    assert estimate(24 * 10**9, context).fits
-    assert not estimate(24 * 10**9, context + 1).fits
-    assert estimate(24 * 10**9, batch=batch).fits
-    assert not estimate(24 * 10**9, batch=batch + 1).fits
-    assert found.suggested_kv_bits() == "as they are"
-    assert found.suggested_weight_bits() == "as they are"
-
-
-def test_a_plan_is_asked_about_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row takes time: it was asked about 8192 where three fit."""
-    usual, asked = MemoryPlan.peak, list[int]()
-
-    def peak(self: MemoryPlan, rows: Sequence[RowNeeds]) -> int:
-        asked.append(len(rows))
-        return usual(self, rows)
-
-    monkeypatch.setattr(MemoryPlan, "peak", peak)
-    most = estimate(24 * 10**9).largest_batch()
-    assert 0 < most < 50
-    assert max(asked) <= 2 * most
 
 
 def test_no_more_than_the_target_serves() -> None:

@@ -15,7 +15,7 @@ from specdec.backend import SCORED_BYTES
 from specdec.config import EngineConfig
 from specdec.grammar import Grammar, GrammarCompiler
 from specdec.memory import plan as plan_module
-from specdec.memory.rows import APART, FILTERS, STEPS, RowNeeds, choosing_bytes
+from specdec.memory.rows import RowNeeds
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import prompt_scores
@@ -149,39 +149,3 @@ def test_scores_of_prompts_are_counted(
 
 def row_of(**options: Any) -> RowNeeds:
     return RowNeeds(1, SamplingParams(**options))
-
-
-def test_a_step_costs_for_all_rows_and_a_filter_for_its_own() -> None:
-    """Rows with other settings are taken out and put back, which holds all of them."""
-    logits, plain = 4 * 1000, row_of()
-    assert choosing_bytes([plain] * 2, 3, 1000) == 0
-    biased = row_of(logit_bias={3: 1.0})
-    _, each, one = STEPS["logit_bias"]
-    assert choosing_bytes([biased, plain], 3, 1000) == 2 * logits * (4 * each + one)
-
-    def cost(*top_ps: float) -> int:
-        rows = [row_of(**WARM, top_p=top_p) for top_p in top_ps]
-        noise = 2 * STEPS["noise"][1]
-        return choosing_bytes(rows, 1, 1000) // (2 * logits) - noise
-
-    each = FILTERS["top_p"][1]
-    assert cost(0.5, 0.5) == 2 * each
-    assert cost(0.5, 0.6) == 2 * (each + APART)
-    assert cost(0.5, 1.0) == each + 2 * APART
-
-
-def test_requests_name_what_they_use() -> None:
-    """Each option, and nothing where it has no effect."""
-    for options in (
-        {},
-        {"verification": "block"},
-        {"repetition_penalty": 1.0, "presence_penalty": 0.0},
-    ):
-        row = row_of(**options)
-        assert not row.steps
-        assert not row.filters
-    everything = row_of(**EVERYTHING)
-    assert everything.steps == set(STEPS) - {"grammar"}
-    assert {name for name, _ in everything.filters} == set(FILTERS)
-    assert row_of(grammar=WORDS).steps == {"grammar"}
-    assert row_of(**TOP_P).filters != row_of(**{**TOP_P, "top_p": 0.8}).filters

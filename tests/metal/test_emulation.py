@@ -34,32 +34,6 @@ def run(source: str, *, threads: int = 64, group: int = 64, header: str = "") ->
     return found.tolist()
 
 
-def test_threads_of_groups_and_of_the_grid() -> None:
-    source = """
-    y[i] = threadgroup_position_in_grid.x * 100 + simdgroup_index_in_threadgroup * 1000
-        + thread_index_in_simdgroup + threads_per_threadgroup.x;
-    """
-    wanted = [i // 32 * 100 + i % 32 + 32 for i in range(64)]
-    assert run(source, group=32) == wanted
-    wanted = [i // 32 * 1000 + i % 32 + 64 for i in range(64)]
-    assert run(source) == wanted
-
-
-def test_sizes_of_arrays() -> None:
-    kernel = metal_kernel(
-        "sizes", ["a", "b"], ["y"],
-        "y[0] = a_shape[1]; y[1] = a_strides[0]; y[2] = a_ndim; y[3] = b + 1;",
-    )  # fmt: skip
-    (found,) = kernel(
-        inputs=[mx.zeros((2, 3, 4)), mx.array(2.5)],
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-        output_shapes=[(4,)],
-        output_dtypes=[mx.float32],
-    )
-    assert found.tolist() == [3, 12, 3, 3.5]
-
-
 def test_what_threads_do_together() -> None:
     assert run("y[i] = simd_sum(x[i]);") == [496.0] * 32 + [1520.0] * 32
     assert run("y[i] = simd_max(x[i]) + simd_min(x[i]);") == [31.0] * 32 + [95.0] * 32

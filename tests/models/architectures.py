@@ -40,172 +40,74 @@ GROUP_SIZE = 32
 
 #: By the names that mlx-lm's arguments have; an architecture takes those that it knows.
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "layer_norm_epsilon": 1e-5,
-    "norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "rms_norm_eps": 1e-05, "layer_norm_epsilon": 1e-05,
+    "norm_eps": 1e-05, "rope_theta": 10000.0, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "attention_bias": False,
     # experts
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.0,
-    "use_expert_bias": True,
+    "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_expert_bias": True,
     "num_dense_layers": 1,
     # latent attention
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8,
     # recurrent layers
-    "full_attention_interval": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.5,
-    "conv_bias": True,
-    "conv_L_cache": 3,
-    "mamba_d_conv": 4,
-    "mamba_d_state": 8,
-    "mamba_n_heads": 4,
-    "mamba_num_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_head_dim": 8,
-    "mamba_n_groups": 1,
-    "mamba_proj_bias": False,
-    "mamba_conv_bias": True,
-    "mamba_expand": 2,
-    "mlp_bias": False,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "conv_kernel": 4,
-    "n_groups": 1,
-    "state_size": 8,
-    "ssm_state_size": 8,
+    "full_attention_interval": 2, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5, "conv_bias": True,
+    "conv_L_cache": 3, "mamba_d_conv": 4, "mamba_d_state": 8, "mamba_n_heads": 4,
+    "mamba_num_heads": 4, "mamba_d_head": 8, "mamba_head_dim": 8, "mamba_n_groups": 1,
+    "mamba_proj_bias": False, "mamba_conv_bias": True, "mamba_expand": 2,
+    "mlp_bias": False, "use_bias": False, "use_conv_bias": True, "conv_kernel": 4,
+    "n_groups": 1, "state_size": 8, "ssm_state_size": 8,
     # other spellings of the same
-    "hidden_dim": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "model_dim": 32,
-    "num_layers": 2,
-    "n_layers": 2,
-    "n_layer": 2,
-    "num_heads": 4,
-    "n_heads": 4,
-    "n_head": 4,
-    "num_kv_heads": 2,
-    "n_kv_heads": 2,
-    "n_inner": 48,
-    "n_ctx": 512,
-    "n_positions": 512,
-    "block_size": 512,
-    "layer_norm_eps": 1e-5,
-    "layernorm_epsilon": 1e-5,
-    "post_norm_eps": 1e-5,
-    "rotary_dim": 8,
-    "rotary_pct": 1.0,
-    "rotary_emb_base": 10000,
-    "num_local_experts": 4,
-    "moe_num_experts": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_shared_expert": 1,
-    "moe_topk": 2,
-    "moe_top_k": 2,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "shared_intermediate_size": 16,
-    "dense_intermediate_size": 48,
-    "intermediate_size_mlp": 48,
-    "expert_ffn_hidden_size": 16,
-    "moe_hidden_size": 16,
-    "share_expert_dim": 16,
+    "hidden_dim": 32, "d_model": 32, "n_embd": 32, "model_dim": 32, "num_layers": 2,
+    "n_layers": 2, "n_layer": 2, "num_heads": 4, "n_heads": 4, "n_head": 4,
+    "num_kv_heads": 2, "n_kv_heads": 2, "n_inner": 48, "n_ctx": 512, "n_positions": 512,
+    "block_size": 512, "layer_norm_eps": 1e-05, "layernorm_epsilon": 1e-05,
+    "post_norm_eps": 1e-05, "rotary_dim": 8, "rotary_pct": 1.0,
+    "rotary_emb_base": 10000, "num_local_experts": 4, "moe_num_experts": 4,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_shared_expert": 1, "moe_topk": 2,
+    "moe_top_k": 2, "moe_layer_freq": 1, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "shared_intermediate_size": 16,
+    "dense_intermediate_size": 48, "intermediate_size_mlp": 48,
+    "expert_ffn_hidden_size": 16, "moe_hidden_size": 16, "share_expert_dim": 16,
     # scales
-    "logits_scaling": 1.0,
-    "attention_multiplier": 0.3,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "output_multiplier": 1.0,
-    "dim_model_base": 32,
-    "scale_depth": 1.4,
-    "scale_emb": 1.0,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "query_pre_attn_scalar": 8,
+    "logits_scaling": 1.0, "attention_multiplier": 0.3, "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0, "output_multiplier": 1.0, "dim_model_base": 32,
+    "scale_depth": 1.4, "scale_emb": 1.0, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8,
     # attention
-    "qk_norm": True,
-    "use_qk_norm": True,
-    "post_norm": False,
-    "use_qkv_bias": True,
-    "hidden_act": "silu",
-    "sliding_window": 8,
-    "window_size": 8,
-    "sliding_window_size": 8,
-    "sliding_window_pattern": 2,
-    "rope_local_base_freq": 1e4,
-    "rope_local_theta": 1e4,
-    "attention_chunk_size": 8,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "index_topk": 4,
-    "kv_channels": 8,
-    "rope_scaling": None,
-    "time_step_rank": 4,
-    "time_step_limit": (0.001, 100.0),
-    "layer_group_size": 2,
-    "group_norm_size": 2,
-}
+    "qk_norm": True, "use_qk_norm": True, "post_norm": False, "use_qkv_bias": True,
+    "hidden_act": "silu", "sliding_window": 8, "window_size": 8,
+    "sliding_window_size": 8, "sliding_window_pattern": 2,
+    "rope_local_base_freq": 10000.0, "rope_local_theta": 10000.0,
+    "attention_chunk_size": 8, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4,
+    "kv_channels": 8, "rope_scaling": None, "time_step_rank": 4,
+    "time_step_limit": (0.001, 100.0), "layer_group_size": 2, "group_norm_size": 2,
+}  # fmt: skip
 
 _ATTENTION_SECOND = ["linear_attention", "full_attention"] * 2
 _MAMBA = ["mamba", "attention"] * 2
 _KDA = {
-    "kda_layers": [1, 3],
-    "full_attn_layers": [2, 4],
-    "num_heads": 4,
-    "head_dim": 8,
+    "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 8,
     "short_conv_kernel_size": 4,
-}
+}  # fmt: skip
 _LFM2 = {
-    "layer_types": ["conv", "full_attention"] * 2,
-    "block_dim": 32,
-    "block_ff_dim": 48,
-    "block_multiple_of": 8,
-    "block_ffn_dim_multiplier": 1.0,
+    "layer_types": ["conv", "full_attention"] * 2, "block_dim": 32, "block_ff_dim": 48,
+    "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
-}
+}  # fmt: skip
 
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 _YARN = {
-    "type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 _BY_LAYER = {
     "full_attention": {"rope_theta": 1e4, "rope_type": "default"},
     "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
@@ -223,24 +125,15 @@ _GEMMA4 = {
     "global_head_dim": 16,
 }
 _GEMMA3N = {
-    **_GEMMA4,
-    "layer_types": _SLIDING,
-    "activation_sparsity_pattern": [0.0] * 4,
-    "altup_num_inputs": 2,
-    "altup_coef_clip": 120.0,
-    "altup_correct_scale": True,
-    "altup_active_idx": 0,
-    "laurel_rank": 4,
-}
+    **_GEMMA4, "layer_types": _SLIDING, "activation_sparsity_pattern": [0.0] * 4,
+    "altup_num_inputs": 2, "altup_coef_clip": 120.0, "altup_correct_scale": True,
+    "altup_active_idx": 0, "laurel_rank": 4,
+}  # fmt: skip
 _LONGCAT = {
-    "attention_method": "MLA",
-    "zero_expert_type": "identity",
-    "ffn_hidden_size": 48,
-    "zero_expert_num": 1,
-    "num_layers": 2,
-    "mla_scale_q_lora": True,
+    "attention_method": "MLA", "zero_expert_type": "identity", "ffn_hidden_size": 48,
+    "zero_expert_num": 1, "num_layers": 2, "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
-}
+}  # fmt: skip
 
 # Two layers have one of each kind, but for these.
 _FOUR_LAYERS = {
@@ -262,135 +155,88 @@ _FOUR_LAYERS = {
 
 #: What an architecture wants beside, or otherwise.
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"num_experts": 0},
-    "lfm2": _LFM2,
-    "lfm2-vl": _LFM2,
-    "lfm2_moe": _LFM2,
-    "granitemoehybrid": {
-        "layer_types": _MAMBA,
-    },
-    "nemotron_h": {
-        "hybrid_override_pattern": ["M", "*", "-", "M", "E"],
-    },
+    "qwen3_5": {"num_experts": 0}, "lfm2": _LFM2, "lfm2-vl": _LFM2, "lfm2_moe": _LFM2,
+    "granitemoehybrid": {"layer_types": _MAMBA},
+    "nemotron_h": {"hybrid_override_pattern": ["M", "*", "-", "M", "E"]},
     "falcon_h1": {"mamba_d_ssm": 32},
     "jamba": {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "expert_layer_offset": 1,
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1,
         "expert_layer_period": 2,
     },
     "plamo2": {
-        "hidden_size_per_head": 8,
-        "attention_window_size": 512,
+        "hidden_size_per_head": 8, "attention_window_size": 512,
         "full_attention_idx": [],
     },
     "kimi_linear": {"linear_attn_config": _KDA, "model_max_length": 512},
     "kimi_k3": {
-        "linear_attn_config": _KDA,
-        "hidden_act": "situ",
-        "activation_situ_beta": 1.0,
-        "attn_res_block_size": 2,
-        "num_experts_per_token": 2,
+        "linear_attn_config": _KDA, "hidden_act": "situ", "activation_situ_beta": 1.0,
+        "attn_res_block_size": 2, "num_experts_per_token": 2,
     },
-    "olmo_hybrid": {
-        "layer_types": _ATTENTION_SECOND,
-        "linear_allow_neg_eigval": True,
-    },
+    "olmo_hybrid": {"layer_types": _ATTENTION_SECOND, "linear_allow_neg_eigval": True},
     "bailing_moe_linear": {"moe_router_enable_expert_bias": True},
     "bailing_moe_v3": {"short_conv_kernel_size": 4},
     "baichuan_m1": {
-        "sliding_window": 16,
-        "sliding_window_layers": [1, 3],
-        "conv_window": 2,
+        "sliding_window": 16, "sliding_window_layers": [1, 3], "conv_window": 2,
     },
     "recurrent_gemma": {
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "attention_window_size": 16,
+        "conv1d_width": 4, "logits_soft_cap": 30.0, "attention_window_size": 16,
         "block_types": ["recurrent", "attention"],
     },
     "rwkv7": {
-        "a_low_rank_dim": 4,
-        "v_low_rank_dim": 4,
-        "gate_low_rank_dim": 4,
+        "a_low_rank_dim": 4, "v_low_rank_dim": 4, "gate_low_rank_dim": 4,
         "decay_low_rank_dim": 4,
     },
     "longcat_flash": _LONGCAT,
-    "longcat_flash_ngram": {
-        **_LONGCAT,
-        "hidden_size": 36,
-        "ngram_vocab_size_ratio": 2,
-    },
+    "longcat_flash_ngram": {**_LONGCAT, "hidden_size": 36, "ngram_vocab_size_ratio": 2},
     "prism_hadamard_qwen35": {"num_experts": 0},
     "afm7": {"num_kv_reuse_layers": 2, "hidden_dim_scale_factor": 2.0},
     "afmoe": {"layer_types": _SLIDING},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     },
     # A window alone, groups of four, and two layers that share groups of two.
     "deepseek_v41": {
-        "compress_ratios": (0, 4, 2, 2),
-        "kv_source_layer_ids": (1, 2),
-        "index_source_layer_ids": (1, 2, 3),
-        "candidate_source_layer_id": 2,
-        "candidate_block_size": 2,
-        "qk_rope_head_dim": 4,
-        "index_n_heads": 8,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 3,
+        "compress_ratios": (0, 4, 2, 2), "kv_source_layer_ids": (1, 2),
+        "index_source_layer_ids": (1, 2, 3), "candidate_source_layer_id": 2,
+        "candidate_block_size": 2, "qk_rope_head_dim": 4, "index_n_heads": 8,
+        "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2, "hc_sinkhorn_iters": 3,
     },
     "deepseek_v2": {"rope_scaling": _YARN, "topk_method": "greedy"},
     "exaone4": {"sliding_window_pattern": "LG"},
-    "exaone_moe": {
-        "layer_types": _SLIDING,
-        "is_moe_layer": [False, True, True, True],
-    },
-    "gear": {"layer_types": _SLIDING},
-    "gemma3": {"num_key_value_heads": 2},
-    "gemma3n": _GEMMA3N,
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "exaone_moe": {"layer_types": _SLIDING, "is_moe_layer": [False, True, True, True]},
+    "gear": {"layer_types": _SLIDING}, "gemma3": {"num_key_value_heads": 2},
+    "gemma3n": _GEMMA3N, "gemma4": _GEMMA4, "gemma4_text": _GEMMA4,
+    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     "gpt_oss": {
-        "layer_types": _SLIDING,
-        "rope_scaling": {**_YARN, "rope_type": "yarn"},
+        "layer_types": _SLIDING, "rope_scaling": {**_YARN, "rope_type": "yarn"},
     },
     "hunyuan": {
-        "num_shared_expert": 1,
-        "use_mixed_mlp_moe": True,
-        "use_cla": True,
+        "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_cla": True,
         "cla_share_factor": 2,
         "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"},
     },
     "hunyuan_v1_dense": {
-        "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"}
+        "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"},
     },
     "laguna": {"layer_types": _SLIDING},
     "llama4": {
-        "interleave_moe_layer_step": 2,
-        "num_experts_per_tok": 1,
-        "floor_scale": 4,
+        "interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "floor_scale": 4,
     },
     "lille-130m": {"n_embd": 256, "n_head": 4},
     "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
     "mellum": {"layer_types": _SLIDING, "rope_parameters": _BY_LAYER},
     "minicpm3": {
         "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0] * 4,
-            "long_factor": [1.0] * 4,
+            "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4,
             "original_max_position_embeddings": 64,
-        }
+        },
     },
     "ministral3": {"layer_types": _SLIDING, "rope_parameters": _LLAMA4_SCALED},
     "mistral4": {"rope_parameters": _LLAMA4_SCALED},
     "muse_spark": {
-        "rope_parameters": {"rope_theta": 1e4},
-        "layer_rope_theta": [1e4, 0.0, 1e4, 0.0],
-        "layer_types": _SLIDING,
+        "rope_parameters": {"rope_theta": 10000.0},
+        "layer_rope_theta": [10000.0, 0.0, 10000.0, 0.0], "layer_types": _SLIDING,
         "num_shared_experts": 0,
     },
     "nemotron-nas": {
@@ -399,55 +245,38 @@ OWN: dict[str, dict[str, Any]] = {
             {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
             {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
             {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}},
-        ]
+        ],
     },
     "plamo": {"n_shared_head": 2, "num_key_value_heads": 4},
     "mimo_v2_flash": {
-        "hybrid_layer_pattern": [0, 1, 0, 1],
-        "moe_layer_freq": [0, 1, 1, 1],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "swa_rope_theta": 1e4,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "swa_v_head_dim": 8,
+        "hybrid_layer_pattern": [0, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+        "swa_rope_theta": 10000.0, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "swa_head_dim": 8, "swa_v_head_dim": 8,
     },
     "minimax_m3_vl": {
         "mlp_layer_types": ["dense", "sparse"] * 2,
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
-        "index_local_blocks": 1,
+        "index_block_size": 4, "index_topk_blocks": 2, "index_local_blocks": 1,
     },
-    "nemotron": {"hidden_act": "relu2"},
-    "olmo3": {"layer_types": _SLIDING},
+    "nemotron": {"hidden_act": "relu2"}, "olmo3": {"layer_types": _SLIDING},
     "openelm": {
-        "num_transformer_layers": 4,
-        "ffn_dim_divisor": 8,
-        "num_query_heads": [4] * 4,
-        "num_kv_heads": [2] * 4,
-        "ffn_multipliers": [1.0] * 4,
+        "num_transformer_layers": 4, "ffn_dim_divisor": 8, "num_query_heads": [4] * 4,
+        "num_kv_heads": [2] * 4, "ffn_multipliers": [1.0] * 4,
     },
     "phi3small": {
-        "dense_attention_every_n_layers": 2,
-        "ff_intermediate_size": 48,
-        "gegelu_limit": 20.0,
-        "blocksparse_block_size": 32,
-        "blocksparse_num_local_blocks": 1,
-        "blocksparse_vert_stride": 3,
-        # Some of its last tokens are never chosen.
+        "dense_attention_every_n_layers": 2, "ff_intermediate_size": 48,
+        "gegelu_limit": 20.0, "blocksparse_block_size": 32,
+        "blocksparse_num_local_blocks": 1, "blocksparse_vert_stride": 3,
         "vocab_size": 100352,
     },
     "phixtral": {"num_vocab": VOCABULARY, "rotary_dim": 8},
     "spark2_5": {
-        "rope_parameters": _BY_LAYER,
-        "layer_types": _SLIDING,
-        "hidden_act": "gelu",
+        "rope_parameters": _BY_LAYER, "layer_types": _SLIDING, "hidden_act": "gelu",
     },
     "step3p5": {"num_attention_groups": 2, "layer_types": _SLIDING},
     "muse_glimmer": {"layer_types": _SLIDING},
-}
+}  # fmt: skip
 
 
 #: What the text part of an architecture wants otherwise.
@@ -461,13 +290,18 @@ TEXT: dict[str, dict[str, Any]] = {
 _SIGNATURES = SimpleNamespace(signature=cache(inspect.signature))
 
 
-def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
-    module = importlib.import_module(f"mlx_lm.models.{arch}")
+def arguments_of(arch: str, **changes: Any) -> dict[str, Any]:
+    """Arguments of a small model, by mlx-lm's names; ``changes`` are some of them."""
     layers = {"num_hidden_layers": 4, "num_layers": 4} if arch in _FOUR_LAYERS else {}
     own = {**layers, **OWN.get(arch, {}), **changes}
     arguments = {**COMMON, "model_type": arch, **own}
-    arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
+    return {**arguments, "text_config": {**arguments, **TEXT.get(arch, {})}}
+
+
+def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
+    module = importlib.import_module(f"mlx_lm.models.{arch}")
+    arguments = arguments_of(arch, **changes)
     mx.random.seed(seed)
     with patch.object(base, "inspect", _SIGNATURES):
         model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ from specdec.errors import CacheError
 from specdec.models import compiled
 from specdec.models import runner as runner_module
 from specdec.models.compiled import CompiledForwards
-from specdec.models.hidden_states import record_layers
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
@@ -162,34 +160,6 @@ def test_a_graph_is_built_once_for_each_shape(tiny_model: TinyModel) -> None:
     assert calls == [(2, 1), (2, 3)]
 
 
-def test_forwards_before_shapes_have_settled_are_counted(
-    tiny_model: TinyModel,
-) -> None:
-    """Those that run as usual, and the one that builds the graph; none that replays."""
-    model = built(tiny_model, "full")
-    caches = caches_of(model, 2, read_bucket=64)
-    forwards = CompiledForwards(model, after=1)
-    tokens, counts = mx.zeros((2, 1), mx.int32), []
-    for _ in range(4):
-        before = forwards.new_shapes
-        if forwards((tokens,), caches) is None:
-            model(tokens, cache=caches)
-        counts.append(forwards.new_shapes - before)
-    assert counts == [1, 1, 0, 0]
-
-
-def test_few_graphs_are_kept(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "MAX_GRAPHS", 2)
-    model = built(tiny_model, "full")
-    caches = caches_of(model, 2, read_bucket=64)
-    forwards = CompiledForwards(model)
-    for width in (1, 2, 3, 4):
-        forwards((mx.zeros((2, width), mx.int32),), caches)
-    assert len(forwards._functions) == 2
-
-
 def test_graphs_for_other_capacities_count_too(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,46 +181,6 @@ def test_graphs_for_other_capacities_count_too(
     assert calls == [70, 80, 90, 70]  # the first was let go
     assert forwards.new_shapes == 4
     assert len(forwards._functions) == 2
-
-
-def test_hidden_states_come_along(tiny_model: TinyModel) -> None:
-    model = built(tiny_model, "full")
-    listened, recorder = record_layers(model, [0, -1], "it")
-    tokens = mx.array([[1, 2], [3, 4]])
-    listened(tokens, cache=caches_of(listened, 2))
-    expected = recorder.take()
-    forwards = CompiledForwards(listened, recorder)
-    for caches in (caches_of(listened, 2), caches_of(listened, 2)):
-        recorder._outputs.clear()
-        done = forwards((tokens,), caches)
-        assert done is not None
-        assert done[1] is not None
-        np.testing.assert_allclose(done[1], expected, rtol=2e-4, atol=2e-4)
-
-
-def test_what_cannot_be_compiled_is_left_to_the_usual_way(
-    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A model that reads an array is refused before a write, and one line says so."""
-    model = built(tiny_model, "full")
-
-    class Reads(nn.Module):
-        def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-            assert tokens.tolist()
-            result: mx.array = model(tokens, cache=cache)
-            return result
-
-    caches = caches_of(model, 2)
-    before = caches[0].offset.tolist()
-    forwards = CompiledForwards(Reads())  # type: ignore[no-untyped-call]
-    for _ in range(2):
-        assert forwards((mx.zeros((2, 2), mx.int32),), caches) is None
-        assert caches[0].offset.tolist() == before
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("specdec.models", logging.WARNING)
-    message = record.getMessage()
-    assert re.search(r"cannot be compiled \(\w+: .+\): it decodes the same", message)
-    assert message.endswith("please report this line")
 
 
 def test_a_cache_that_is_not_written_is_not_counted_as_written(
@@ -329,18 +259,6 @@ def test_a_graph_is_built_when_its_shapes_were_met_often_enough(
         tokens = mx.ones((2, width), mx.int32)
         assert (forwards((tokens,), caches) is not None) == expected
     assert forwards((mx.ones((2, 2), mx.int32),), caches) is None
-
-
-def test_what_is_counted_is_bounded(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "MAX_COUNTED", 2)
-    model = built(tiny_model, "full")
-    caches = caches_of(model, 2)
-    forwards = CompiledForwards(model, after=100)
-    for width in range(1, 6):
-        forwards((mx.ones((2, width), mx.int32),), caches)
-        assert len(forwards._met) <= 3
 
 
 def test_replaced_weights_are_those_that_graphs_compute_with(

@@ -101,16 +101,6 @@ def test_gemma3_takes_the_one_off_its_norms(tmp_path: Path) -> None:
     assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
 
 
-def test_gemma3_configuration(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", "gemma3", random_model("gemma3"))
-    config = load(str(path)).config
-    assert config["sliding_window"] == 4
-    assert config["sliding_window_pattern"] == 6
-    assert config["rope_local_base_freq"] == 10_000.0
-    assert config["query_pre_attn_scalar"] == 32
-    assert config["head_dim"] == 32
-
-
 @pytest.mark.parametrize(
     ("pattern", "period"),
     [(3, 3), ([True, True, False, True, True, False, True], 3), ([True] * 7, 8)],
@@ -123,29 +113,6 @@ def test_gemma3_pattern_of_the_file(
         tmp_path / "m.gguf", "gemma3", random_model("gemma3"), values=values
     )
     assert build_config(read_header(path))["sliding_window_pattern"] == period
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_configuration(arch: str, tmp_path: Path) -> None:
-    model = random_model(arch)
-    config = load(str(write_model(tmp_path / "m.gguf", arch, model))).config
-    args: Any = model.args
-    for key in (
-        "model_type",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "vocab_size",
-        "max_position_embeddings",
-        "rope_theta",
-    ):
-        assert config[key] == getattr(args, key), key
-    assert config["tie_word_embeddings"] is True
-    assert config["eos_token_id"] == [274, 276]  # <|endoftext|> and <|im_end|>
-    assert config["bos_token_id"] == 274
 
 
 def test_missing_optional_metadata_takes_its_default(tmp_path: Path) -> None:
@@ -232,25 +199,6 @@ def test_llama3_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
     loaded = load(str(path))
     assert loaded.config["rope_scaling"] == scaling
     assert close(loaded.model(TOKENS), model(TOKENS))
-
-
-def test_an_output_matrix_of_its_own_is_kept(tmp_path: Path) -> None:
-    model = random_model("qwen2", tie_word_embeddings=False)
-    loaded = load(str(write_model(tmp_path / "m.gguf", "qwen2", model)))
-    assert loaded.config["tie_word_embeddings"] is False
-    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
-
-
-def test_an_output_matrix_much_like_the_embedding_is_kept(tmp_path: Path) -> None:
-    """As after training the head a little further: 1% of noise."""
-    model = random_model("qwen2", tie_word_embeddings=False)
-    embedding = np.array(model.model.embed_tokens.weight)
-    noise = np.random.default_rng(1).normal(0, 0.01, embedding.shape)
-    model.lm_head.weight = mx.array((embedding * (1 + noise)).astype(np.float32))
-    loaded = load(str(write_model(tmp_path / "m.gguf", "qwen2", model)))
-    assert loaded.config["tie_word_embeddings"] is False
-    assert same_weights(loaded.model, model)
-    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
 
 
 @pytest.mark.parametrize("kind", [KIND.F32, KIND.Q8_0])

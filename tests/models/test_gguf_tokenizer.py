@@ -124,13 +124,6 @@ def test_special_tokens_are_whole_and_end_texts(tmp_path: Path) -> None:
     assert tokenizer.decode(shown, skip_special_tokens=True) == "<tool_call>"
 
 
-def test_end_of_turn_by_metadata(tmp_path: Path) -> None:
-    vocabulary = byte_level()
-    vocabulary.extra["tokenizer.ggml.eot_token_id"] = 5
-    tokenizer = tokenizer_of(tmp_path, vocabulary)
-    assert 5 in tokenizer.eos_token_ids
-
-
 @pytest.mark.parametrize(
     ("token", "kind", "ends"),
     [
@@ -152,10 +145,11 @@ def test_a_name_alone_does_not_end_a_text(
     assert (0 in tokenizer_of(tmp_path, vocabulary).eos_token_ids) is ends
 
 
-def test_the_metadata_may_name_any_token_as_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["eos", "eot"])
+def test_the_metadata_may_name_any_token_as_the_end(role: str, tmp_path: Path) -> None:
     vocabulary = byte_level()
     vocabulary.tokens[0], vocabulary.types[0] = "</s>", 4
-    vocabulary.extra["tokenizer.ggml.eos_token_id"] = 0
+    vocabulary.extra[f"tokenizer.ggml.{role}_token_id"] = 0
     assert 0 in tokenizer_of(tmp_path, vocabulary).eos_token_ids
 
 
@@ -297,11 +291,6 @@ def test_sentencepiece_with_a_space_prefix(
     assert tokens == reference(vocabulary, True).encode(text)
     assert tokenizer.decode(tokens) == text.replace("▁", " ")
     assert streamed(tokenizer, tokens) == tokenizer.decode(tokens)
-
-
-def test_sentencepiece_ends(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, sentencepiece_vocabulary(space_prefix=False))
-    assert tokenizer.eos_token_ids == {1, 4}  # <eos> and <end_of_turn>
 
 
 @pytest.mark.parametrize(

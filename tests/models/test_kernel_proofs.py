@@ -21,7 +21,6 @@ from specdec.cuda.expert_matmul import (
 )
 from specdec.models import kernel_proofs, loading
 from specdec.models.kernel_proofs import cached_proofs
-from specdec.utils.warm_up import WarmUp
 from specdec.utils.wire import decode, encode
 
 FILE = Path("specdec", "kernels.json")
@@ -110,55 +109,6 @@ def test_broken_and_foreign_files_prove_nothing(home: Path, text: str) -> None:
     assert check.runs == 1
     kept = json.loads(file.read_text("utf-8"))["found"][kernel_proofs.proof_key()]
     assert kept["kernel"] is True
-
-
-def test_a_second_process_loads_a_model_without_a_trial(
-    home: Path,
-    tiny_model: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Kernels are proven and chosen when a model is loaded, as steps of a warm-up."""
-    kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
-    monkeypatch.setattr(loading, "defaults", lambda: kernels)
-    tried: list[str] = []
-
-    def agrees(name: str) -> Callable[..., bool]:
-        return lambda *_, **__: tried.append(name) or True  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(skinny_matmul.proven, "_agrees", agrees("skinny"))
-    monkeypatch.setattr(decode_attention.proven, "_agrees", agrees("attention"))
-    timed: list[float] = []
-
-    def seconds(*_: object) -> float:
-        timed.append(1.0)
-        return 1.0
-
-    monkeypatch.setattr(choices, "_seconds", seconds)
-    steps: list[int] = []
-
-    class Noted(WarmUp):
-        def run(self, todo: Any, *needed: Any) -> None:
-            steps.append(len(todo))
-            super().run(todo, *needed)
-            assert tried in (["skinny", "attention"], [])
-
-    monkeypatch.setattr(loading, "warm_up", Noted())
-    for expected in (["skinny", "attention"], []):
-        tried.clear()
-        timed.clear()
-        monkeypatch.setattr(skinny_matmul.proven, "verdicts", {})
-        monkeypatch.setattr(decode_attention.proven, "verdicts", {})
-        monkeypatch.setattr(choices, "_ours", {})
-        model = tiny_model("llama", seed=0, head_dim=64)
-        model.set_dtype(mx.bfloat16)
-        loading.fit(model)
-        assert tried == expected
-        kinds = [type(m) for _, m in model.named_modules()]
-        assert kinds.count(skinny_matmul.SkinnyEmbedding) == 1
-        # Five kinds of matrices are timed, each kernel at three numbers of rows.
-        assert len(timed) == (5 * 2 * 3 if expected else 0)
-    # Compiling comes first.
-    assert steps == [3, 5, 3, 5]
 
 
 class Rank:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from specdec.errors import (
     UnsupportedModelError,
 )
 from specdec.model_names import default_target
-from specdec.models import load, load_draft, loading
+from specdec.models import load, load_draft
 from specdec.models.model_outline import outline
 
 from .folders import write_folder
@@ -76,18 +75,6 @@ def test_folder_in_another_type(bits: int | None, dtype: str, tmp_path: Path) ->
     if dtype == "float32":
         logits = np.array(model(TOKENS))
         np.testing.assert_allclose(loaded.model(TOKENS), logits, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-def test_kernels_are_compiled_for_the_type_that_is_computed_in(
-    dtype: mx.Dtype, tiny_model: Any
-) -> None:
-    """Packed weights are whole numbers, and the most of a model's arrays."""
-    model = tiny_model("llama", hidden_size=64, intermediate_size=64)
-    model.set_dtype(dtype)
-    assert loading._type_of(model) == dtype
-    nn.quantize(model, group_size=32, bits=4)
-    assert loading._type_of(model) == dtype
 
 
 def test_quantized_folder_stays_packed(tmp_path: Path) -> None:
@@ -297,15 +284,6 @@ def test_a_folder_may_be_named_like_a_file(tmp_path: Path) -> None:
 def test_other_dtypes(dtype: str) -> None:
     with pytest.raises(ConfigError, match="float32, bfloat16, float16"):
         load("anything", dtype=dtype)
-
-
-def test_draft_of_its_own(tmp_path: Path) -> None:
-    write_folder(tmp_path / "m")
-    path = write_model(tmp_path / "d.gguf", "qwen3", random_model("qwen3"))
-    target = load(str(tmp_path / "m"))
-    draft = load_draft(str(path), target, dtype="bfloat16")
-    assert draft.name == str(path)
-    assert dtypes(draft.model) == {mx.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -198,13 +198,6 @@ def test_the_time_ends_all_and_keeps_what_was_timed(child: FakeChild) -> None:
     assert found.fault == ""
 
 
-def test_the_time_is_shared(child: FakeChild) -> None:
-    """Large matrices of a slow machine would take the time of all others."""
-    probe(child, layer(), layer(48), ours=False, seconds=26)
-    assert child.requests[0]["seconds"] == pytest.approx(1)
-    assert child.requests[-1]["seconds"] == 2.0  # nothing took its share
-
-
 @pytest.mark.parametrize("interrupt", [True, False])
 def test_a_trial_that_was_cut_is_tried_again(child: FakeChild, interrupt: bool) -> None:
     """The kernel would be off for good, although nothing is wrong with it."""
@@ -230,13 +223,6 @@ def test_a_kernel_is_not_tried_if_a_hang_could_not_be_told(child: FakeChild) -> 
     assert not any(request["ours"] for request in child.requests)
 
 
-def test_a_machine_without_metal_times_mlx_s_products(child: FakeChild) -> None:
-    assert probe(child, ours=False)[0].fault == ""
-    assert not child.requests[-1]["ours"]
-    with cached_proofs():
-        assert proofs.kept(verdict(KIND, (2, 4))) is None
-
-
 @pytest.mark.skipif(mx.metal.is_available(), reason="there the trial is real")
 def test_a_process_of_its_own_fails_alone() -> None:
     """Here MLX has no Metal: the trial says so, and MLX's products are timed."""
@@ -259,54 +245,43 @@ def test_a_process_that_hangs_ends_with_the_time() -> None:
     assert stopped.wait() == -signal.SIGKILL
 
 
-@needs_compiler
-@pytest.mark.parametrize("kind", [KIND, Kind(0, 0, mx.float32, 40, 64)])
-def test_a_trial_proves_and_times(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_MOST_PRODUCTS", 2)
-    request = {"kind": kind.wire(), "rows": [1, 2, 9, 20], "ours": bool(kind.bits)}
-    request |= {"seconds": 1}
-    for _ in emulated(monkeypatch, few_rows._kernel, metal_kernel=metal_kernel):
-        found = trial.answer(request)
-    assert found["fault"] == ""
-    assert set(found["mlx"]) == {1, 2, 9, 20}
-    assert set(found["ours"]) == ({2, 9} if kind.bits else set())
+ATTENTION = attention.Form(64, 2, 1, mx.float32)
+PACKED = attention.Form(64, 2, 1, mx.float32, 4, 32)
 
 
 @needs_compiler
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_trial_proves_and_times_a_gated_delta_layer(
-    ours: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("request_", "kernel", "rows", "ours"),
+    [
+        ({"kind": KIND.wire()}, few_rows, {1, 2, 9, 20}, {2, 9}),
+        ({"kind": Kind(0, 0, mx.float32, 40, 64).wire()}, few_rows, {1, 2, 9}, set()),
+        ({"form": trial.form_wire(HALF)}, gated_delta, {1, 3}, {1, 3}),
+        ({"form": trial.form_wire(HALF)}, gated_delta, {1, 3}, set()),
+        ({"attention": ATTENTION.wire()}, attention, {1, 3}, {3}),
+        ({"attention": PACKED.wire()}, attention, {1, 3}, {3}),
+        ({"attention": ATTENTION.wire()}, attention, {1, 3}, set()),
+    ],
+)
+def test_a_trial_proves_and_times(
+    request_: dict[str, Any],
+    kernel: Any,
+    rows: set[int],
+    ours: set[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A kernel that has hung before would run again, unasked."""
-    monkeypatch.setattr(trial, "_LAYERS", 2)
+    for name, size in (("_MOST_PRODUCTS", 2), ("_LAYERS", 2), ("_COLUMNS", 40)):
+        monkeypatch.setattr(trial, name, size)
     monkeypatch.setattr(trial, "gated_delta_kernel", gated_delta_ops)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    request = {"form": trial.form_wire(HALF), "rows": [1, 3], "ours": ours}
-    request |= {"seconds": 1}
-    request = json.loads(json.dumps(request))
-    for _ in emulated(monkeypatch, gated_delta._kernel, metal_kernel=metal_kernel):
-        found = trial.answer(request)
-    assert found["fault"] == ""
-    assert set(found["mlx"]) == {1, 3}
-    assert set(found["ours"]) == ({1, 3} if ours else set())
-
-
-@needs_compiler
-@pytest.mark.parametrize(("ours", "bits"), [(True, 0), (False, 0), (True, 4)])
-def test_a_trial_proves_and_times_attention(
-    ours: bool, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "_LAYERS", 2)
-    monkeypatch.setattr(trial, "_COLUMNS", 40)
     monkeypatch.setattr(attention, "SPAN", 96)
-    form = attention.Form(64, 2, 1, mx.float32, bits, 32 * (bits > 0))
-    request = {"attention": form.wire(), "rows": [1, 3], "ours": ours}
-    request |= {"seconds": 1}
-    for _ in emulated(monkeypatch, attention._kernel, metal_kernel=metal_kernel):
-        found = trial.answer(json.loads(json.dumps(request)))
-    assert found["fault"] == ""
-    assert set(found["mlx"]) == {1, 3}
-    assert set(found["ours"]) == ({3} if ours else set())
+    if kernel is gated_delta:
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    asked = {**request_, "rows": sorted(rows), "ours": bool(ours), "seconds": 1}
+    for _ in emulated(monkeypatch, kernel._kernel, metal_kernel=metal_kernel):
+        answer = trial.answer(json.loads(json.dumps(asked)))
+    assert answer["fault"] == ""
+    assert {int(n) for n in answer["mlx"]} == rows
+    assert {int(n) for n in answer["ours"]} == ours
 
 
 def test_attention_uses_what_was_proven(
@@ -386,20 +361,6 @@ def test_gated_delta_layers_use_what_was_proven(
         assert gated_delta.takes(form, hidden, 17) != metal
 
 
-@needs_compiler
-def test_a_trial_of_a_wrong_kernel_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    right = few_rows.product
-    monkeypatch.setattr(few_rows, "product", lambda *a, **k: right(*a, **k) * 1.01)
-    request = {"kind": KIND.wire(), "rows": [1, 2], "ours": True}
-    request |= {"seconds": 1}
-    for _ in emulated(monkeypatch, few_rows._kernel, metal_kernel=metal_kernel):
-        found = trial.answer(request)
-    assert "off by" in found["fault"]
-    assert found["ours"] == {}
-
-
 class TestModels:
     """Layers of a model use what was proven."""
 
@@ -412,12 +373,6 @@ class TestModels:
 
     def kinds(self, model: Any) -> list[type]:
         return [type(each) for _, each in model.named_modules()]
-
-    def test_matrices(self, model: Any) -> None:
-        counts = matrices_of(model)
-        layers = len(model.layers)
-        assert counts[Kind(4, 32, mx.float32, 96, 64)] == 2 * layers
-        assert counts[Kind(4, 32, mx.float32, 64, 96)] == layers
 
     def test_what_is_proven_is_used(
         self, model: Any, monkeypatch: pytest.MonkeyPatch

@@ -35,26 +35,6 @@ def arrays_of(rows: ModelRows) -> list[mx.array]:
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
-def test_few_layers_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host hands over a whole chunk, and waits for a layer or never for one."""
-    model = random_model("tiny", "float32", num_layers=6)
-    runner = ModelRunner(model, "m", EngineConfig(), BY_LAYERS)
-    rows = runner.rows([[1] * 40], max_round=1, max_length=64)
-    in_flight: list[int] = []
-    handed = list[int]()
-
-    def hand_over(state: Any) -> None:
-        in_flight.append(0)
-        handed.append(len(in_flight))
-
-    monkeypatch.setattr(mx, "async_eval", hand_over)
-    monkeypatch.setattr(mx, "eval", lambda state: in_flight.pop())
-    for _ in rows.prefill():
-        pass
-    assert handed == [1, 2, *[BY_LAYERS.layers_ahead(40) + 1] * 4]
-    assert len(in_flight) == BY_LAYERS.layers_ahead(40)
-
-
 def test_layer_by_layer_is_the_same() -> None:
     """States of another chunk, or chunks that are wider than their rows allow."""
     plain, ours = filled(PLAIN, 3), filled(BY_LAYERS, 3)

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -335,64 +334,6 @@ def test_compiled_forwards_undo_the_round_before(
         used.clear()
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5", "mamba"])
-@pytest.mark.parametrize("backend", [PADDED, BEHIND], ids=["eager", "compiled"])
-def test_plain_rounds_hold_nothing_to_take_back(
-    arch: str, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All states twice, and a choice between them in each round with an idle slot."""
-    held: list[int] = []
-    trim = BatchRecurrentCache.trim_per_sequence
-
-    def watched(self: Any, *args: Any, **how: Any) -> None:
-        held.append(self.nbytes - sum(a.nbytes for a in self._storage.arrays))
-        trim(self, *args, **how)
-
-    def never(*args: Any) -> Any:
-        raise AssertionError
-
-    config = EngineConfig(batch_size=4, num_draft_tokens=0, prefill_step_size=6)
-    runner = ModelRunner(model_of(arch), "target", config, backend)
-    engine = Engine(runner, None, config, backend, frozenset())
-    wanted = wanted_of(arch)[:4]
-    wanted[1] = wanted[1][:5]  # its slot is idle from then on
-    rows = [
-        Request(i, "", tuple(PROMPTS[i]), SamplingParams(max_tokens=len(tokens)))
-        for i, tokens in enumerate(wanted)
-    ]
-    for row in rows:
-        engine.add(row)
-    monkeypatch.setattr(BatchRecurrentCache, "trim_per_sequence", watched)
-    monkeypatch.setattr(recurrent_cache, "select", never)
-    while engine.busy:
-        engine.step()
-    assert [row.tokens for row in rows] == wanted
-    assert held
-    assert not any(held)
-
-
-def test_a_plain_step_computes_what_mlx_lm_s_does(tmp_path: Path) -> None:
-    """Masks, copies or choices of states, which a GPU launches one by one."""
-
-    def operations(logits: mx.array) -> int:
-        mx.export_to_dot(str(tmp_path / "graph"), logits)
-        return (tmp_path / "graph").read_text().count("shape=rectangle")
-
-    model = model_of("mamba2")
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[5, 6]]), cache=caches), [c.state for c in caches])
-    config = EngineConfig(num_draft_tokens=0)
-    plain = replace(PADDED, pad_single_token=False)
-    runner = ModelRunner(model, "target", config, plain)
-    rows = runner.rows([[5, 6]], max_round=1, max_length=8, single_stays=True)
-    for _ in rows.prefill():
-        pass
-    rows.evaluate()
-    token = mx.array([[7]])
-    want = model(token, cache=caches)
-    assert operations(rows.forward(token)) == operations(want)
-
-
 # -- the cache itself ----------------------------------------------------------
 
 
@@ -513,20 +454,6 @@ def test_state_and_merge_are_whole() -> None:
     assert all(c.nbytes >= sum(a.nbytes for a in c.arrays) for c in caches)
 
 
-def test_what_cannot_be_taken_back_is_refused() -> None:
-    """States before the last write are gone: the row would go on from wrong ones."""
-    twin: Any = with_recurrent_rows(model_of("mamba"))
-    (first, *_) = caches = make_batch_caches(twin, 2, CacheOptions(max_write=4))
-    twin(mx.array([[1, 2, 3], [4, 5, 6]]), cache=caches)
-    twin(mx.array([[1], [4]]), cache=caches)
-    assert first.is_trimmable()
-    with pytest.raises(CacheError, match="2 tokens cannot be taken back: 1 were"):
-        first.trim_per_sequence([2, 0])
-    first.checkpoint()
-    with pytest.raises(CacheError, match="1 tokens cannot be taken back: 0 were"):
-        first.trim_per_sequence([0, 1])
-
-
 @pytest.mark.parametrize("given", [list, mx.array])
 def test_a_trim_that_is_refused_or_takes_nothing_changes_nothing(given: Any) -> None:
     """Offsets and states would part: a row would go on with states of other tokens."""
@@ -541,6 +468,9 @@ def test_a_trim_that_is_refused_or_takes_nothing_changes_nothing(given: Any) -> 
     with pytest.raises(CacheError, match="1 tokens cannot be taken back: 2 were"):
         first.trim_per_sequence(given([1, 0]))
     assert first.offset.tolist() == [3, 5]
+    first.checkpoint()
+    with pytest.raises(CacheError, match="1 tokens cannot be taken back: 0 were"):
+        first.trim_per_sequence(given([0, 1]))
     first.filter([0, 1])
     states = [mx.array(a) for a in first.arrays]
     first.trim_per_sequence(given([0, 0]))

@@ -140,14 +140,6 @@ def test_what_is_settled_is_not_held_back() -> None:
     assert detokenizer.last_segment == "🤗"
 
 
-def test_finalize_shows_half_a_character() -> None:
-    detokenizer = ExactStreamingDetokenizer(Bytes())
-    detokenizer.add_token(3)
-    assert detokenizer.text == ""
-    detokenizer.finalize()
-    assert detokenizer.text == "\ufffd"
-
-
 def test_reset() -> None:
     detokenizer = ExactStreamingDetokenizer(Stripping())
     for token in (1, 0, 3):

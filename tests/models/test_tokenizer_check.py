@@ -126,7 +126,7 @@ def test_what_takes_too_much_is_refused(
     whole = {**json.loads(file.read_text("utf-8")), **parts}
     file.write_text(json.dumps(whole), "utf-8")
     if "takes longer" in message:
-        monkeypatch.setattr(tokenizer_check, "SECONDS", 2)
+        monkeypatch.setattr(tokenizer_check, "SECONDS", 1)
     with pytest.raises(ModelError, match=message.replace("+", r"\+")) as raised:
         load(str(tmp_path / "m"))
     assert str(raised.value).isprintable()

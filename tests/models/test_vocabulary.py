@@ -211,25 +211,6 @@ def test_real_tokenizers(target_kind: str, draft_kind: str, tmp_path: Path) -> N
     assert found.share > 0.8  # a byte may have two tokens
 
 
-def test_special_tokens(tmp_path: Path) -> None:
-    """Of the same name, or the same role; never a special one and its text."""
-    other = byte_level()
-    for name, new in (("<|im_end|>", "<|eot|>"), ("<|im_start|>", "<tool>")):
-        other.tokens[other.tokens.index(name)] = new
-    target: Any = tokenizer_of(tmp_path / "a")
-    draft: Any = tokenizer_of(tmp_path / "b", other)
-    found = mapped(target, draft)
-    ids, others = target.get_vocab(), draft.get_vocab()
-    assert found.reads[ids["<|endoftext|>"]] == others["<|endoftext|>"]
-    assert found.reads[ids["<|im_end|>"]] == others["<|eot|>"]
-    assert found.proposes[ids["<|im_end|>"]]
-    assert not found.proposes[ids["<|im_start|>"]]
-    assert found.reads[ids["<|im_start|>"]] == others[">"]
-    back = mapped(draft, target)
-    assert back.reads[others["<|eot|>"]] == ids["<|im_end|>"]
-    assert not back.proposes[others["<tool>"]]
-
-
 def test_lacking_tokens_are_read_as_the_longest_that_ends_alike() -> None:
     """Against a search of every ending; a shorter one that sorts later misleads."""
     rng = random.Random(3)

@@ -42,7 +42,7 @@ from specdec.request import Request
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
 from specdec.spec_decode.commit import Accepted
 from tests.byte_tokenizer import byte_tokenizer
-from tests.conftest import SMALLEST, _tiny_model
+from tests.models.architectures import build
 from tests.plain import BEHIND
 
 VOCABULARY = 280
@@ -52,38 +52,13 @@ PARAMS = [
     SamplingParams(max_tokens=5 + 6 * (i % 3), temperature=0.8 * (i % 2), seed=i)
     for i in range(5)
 ]
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-RECURRENT = {
-    "full_attention_interval": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.5,
-    "num_experts": 0,
-    "tie_word_embeddings": False,  # mlx-lm shards its head
-}
-HEADS = "6 attention heads and 3 key-value heads"
 
 
 def model_of(arch: str, **changes: Any) -> nn.Module:
-    """A small random model."""
-    if arch == "qwen3_moe":
-        changes |= EXPERTS
-    if arch == "qwen3_5":
-        own = {"vocab_size": VOCABULARY, **RECURRENT}
-        text = {**SMALLEST, **own, "model_type": arch}
-        changes = {"text_config": text, **own}
-        return _tiny_model(arch, **changes)
-    return _tiny_model(arch, vocab_size=VOCABULARY, **changes)
+    """A small random model; mlx-lm shards a hybrid's head, if it has one."""
+    tied = arch != "qwen3_5"
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}
+    return build(arch, **sizes, tie_word_embeddings=tied, **changes)
 
 
 def near(arch: str, noise: float, **changes: Any) -> LoadedModel:

@@ -34,20 +34,20 @@ class Watched(ModelRunner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.made: list[ModelRows] = []
+        self.batches: list[ModelRows] = []
 
     def rows(self, *args: Any, **kwargs: Any) -> ModelRows:
-        self.made.append(super().rows(*args, **kwargs))
-        return self.made[-1]
+        self.batches.append(super().rows(*args, **kwargs))
+        return self.batches[-1]
 
     def reused(self, prompts: Sequence[Prompt]) -> list[int]:
         """Of each prompt; those of like length begin together, in any order."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rows in self.made:
+        counts: dict[tuple[int, ...], list[int]] = {}
+        for rows in self.batches:
             for prompt, n in zip(rows._prompts, rows.reused, strict=True):
-                found.setdefault(tuple(prompt), []).append(n)
+                counts.setdefault(tuple(prompt), []).append(n)
         # Equal prompts begin in their order. A prompt's last token is never prefilled.
-        return [found[tuple(p[:-1])].pop(0) for p in prompts]
+        return [counts[tuple(p[:-1])].pop(0) for p in prompts]
 
 
 def decode(

@@ -33,13 +33,13 @@ class TellTale(nn.Module):
         return list(self.args)
 
     def make_cache(self) -> list[Any]:
-        made: dict[str, Any] = {
+        makers: dict[str, Any] = {
             "full": KVCache,
             "window": lambda: RotatingKVCache(WINDOW),
             "sinks": lambda: RotatingKVCache(WINDOW, keep=KEEP),
             "chunk": lambda: ChunkedKVCache(CHUNK),
         }
-        return [made[kind]() for kind in self.args]
+        return [makers[kind]() for kind in self.args]
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         rows, width = inputs.shape

@@ -475,17 +475,3 @@ def test_a_switch_turns_it_off() -> None:
     prompt = BEGINNINGS[0]
     (request,) = decoding.turn([prompt], [SamplingParams(max_tokens=9)])
     assert decoding.check([*prompt, *request.tokens, 3]) == len(prompt) - 1
-
-
-@pytest.mark.parametrize("name", ["full", "sliding", "qwen3_5"])
-def test_thirty_turns_of_an_agent(name: str) -> None:
-    """A turn that computes more than the last token of the answer and its message."""
-    decoding = Talk(name, "", AT_ONCE, memory_store())
-    prompt, computed = list(BEGINNINGS[2]), []
-    for turn in range(30):
-        params = SamplingParams(max_tokens=5 + turn % 7)
-        (request,) = decoding.turn([prompt], [params])
-        computed.append(len(prompt) - request.prefix_tokens)
-        message = [(3 * turn + i) % VOCAB for i in range(1 + turn % 5)]
-        prompt += [*request.tokens, *message]
-    assert computed[1:] == [2 + turn % 5 for turn in range(29)]

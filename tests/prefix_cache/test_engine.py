@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from specdec import EngineConfig, SamplingParams
@@ -14,7 +13,7 @@ from specdec.backend import BackendDefaults
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
-from tests.cache.small_models import MODELS, ChunkedModel
+from tests.cache.small_models import MODELS
 from tests.models import architectures
 from tests.plain import AT_ONCE, BEHIND, greedy
 
@@ -129,17 +128,6 @@ def test_quantized_and_bounded_caches(
         assert reused[6][1:3] == [43, 20]
 
 
-def test_attention_chunks() -> None:
-    mx.random.seed(3)
-    target = ChunkedModel()
-    store, reused = memory_store(), []
-    for prompts in CALLS:
-        got = decode(target, None, prompts, store)
-        assert got[0] == decode(target, None, prompts, None)[0]
-        reused.append(got[1])
-    assert reused == RINGS
-
-
 def test_sampled_rows_and_rows_that_join(tiny_model: TinyModel) -> None:
     """Prompts wait for places, so rows begin with prefixes while others decode."""
     arch, arguments = MODELS["sliding"]
@@ -185,19 +173,6 @@ def test_another_model_or_cache_finds_nothing(
     store.close()
     again = memory_store(**folder)
     assert decode(target, None, [STEM[:30]], again)[1] == [29]
-
-
-def test_rows_own_their_copies(tiny_model: TinyModel) -> None:
-    """Rows that begin alike go on differently, and leave the store as it was."""
-    target = tiny_model()
-    store = memory_store()
-    decode(target, None, [STEM[:30]], store)
-    prompts = [STEM[:30] + other(n, n) for n in (5, 7, 3)]
-    wanted = [greedy(target, prompt, NEW_TOKENS) for prompt in prompts]
-    for expected in ([29, 29, 29], [34, 36, 32]):
-        tokens, reused, _ = decode(target, target, prompts, store)
-        assert tokens == wanted
-        assert reused == expected
 
 
 def test_replaced_weights_are_those_of_another_model(

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from specdec.prefix_cache import snapshot
-from specdec.prefix_cache import store as store_module
 from specdec.prefix_cache.disk import DiskTier
 from specdec.prefix_cache.files import File
 from specdec.prefix_cache.store import PrefixStore
@@ -191,31 +189,3 @@ def test_a_folder_that_is_gone(
     assert tokens == wanted
     assert sum(reused) == 0
     assert "cannot be read" in caplog.text
-
-
-def test_a_full_disk_ends_all_copying(
-    models: tuple[Any, Any, list[list[int]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Catches columns that are copied, packed and dropped for the rest of a run."""
-    target, _, wanted = models
-    made: list[int] = []
-
-    def packed(*arguments: Any) -> bytes:
-        made.append(1)
-        return snapshot.pack(*arguments)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(store_module, "pack", packed)
-    store = disk_store(tmp_path)
-    monkeypatch.setattr(os, "fsync", fail)
-    assert decode(target, None, PROMPTS, store)[0] == wanted
-    store.flush()
-    made.clear()
-    prompt = other(40, 7)
-    tokens = decode(target, None, [prompt], store)[0]
-    assert tokens == [greedy(target, prompt, NEW_TOKENS)]
-    assert not made

@@ -28,29 +28,16 @@ FILE = HERE / "hybrid.safetensors"
 LENGTH, ROWS, STEPS = 128, 12, 700
 TRI_INV = mx.linalg.tri_inv
 CONFIG = {
-    "model_type": "qwen3_5",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "full_attention_interval": 3,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 8192,
+    "model_type": "qwen3_5", "hidden_size": 64, "num_hidden_layers": 3,
+    "full_attention_interval": 3, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "vocab_size": 256, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-06, "max_position_embeddings": 8192,
     "rope_parameters": {
-        "type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
+        "type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
     },
-}
+}  # fmt: skip
 
 
 def new_model() -> Model:

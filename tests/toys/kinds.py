@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from specdec.models import LoadedModel
 from specdec.models.draft_heads import load_head
+from tests.models.architectures import arguments_of
 from tests.models.draft_heads import mtp_checkpoints, published
 from tests.models.gguf_files import random_model
 
@@ -50,24 +51,11 @@ TARGETS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "output_multiplier": 1.0,
     },
-    "glm4_moe": {
-        **_TARGET,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": LAYERS,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "rope_scaling": None,
-        "use_qk_norm": False,
-        "attention_bias": False,
-        "partial_rotary_factor": 0.5,
-        "tie_word_embeddings": False,
-    },
-}
+    "glm4_moe": arguments_of(
+        "glm4_moe", **_TARGET, first_k_dense_replace=LAYERS, use_qk_norm=False,
+        rope_theta=5000.0,
+    ),
+}  # fmt: skip
 _SIZES: dict[str, Any] = {"vocab_size": VOCAB, "num_target_layers": LAYERS}
 _READS = {"target_layer_ids": READS, "mask_token_id": VOCAB - 1}
 _EAGLE = {

@@ -163,18 +163,24 @@ def packed_arrays(arrays: dict[str, mx.array], form: str) -> dict[str, mx.array]
 
 
 OTHER_TYPES = [
-    *((name, "bfloat16", "8 bits") for name in HEADS if name != "mtp"),
+    *(
+        (name, "bfloat16", "8 bits")
+        for name in (
+            "dflash2",
+            "dspark-rnn",
+            "dspark-gemma",
+            "muse",
+            "peagle",
+            "assistant",
+        )
+    ),
     ("eagle3", "4 bits", "float16"),
     ("assistant", "8 bits", "bfloat16"),
-    ("mtp", "float16", "float32"),
     ("mtp", "float16", "bfloat16"),
     ("mtp", "bfloat16", "bfloat16"),
     ("mtp", "bfloat16", "4 bits"),
-    ("mtp", "bfloat16", "mxfp4"),
     ("mtp", "4 bits", "float32"),
-    ("mtp", "4 bits", "8 bits"),
     ("mtp", "8 bits", "mxfp4"),
-    ("mtp", "mxfp4", "bfloat16"),
     ("mtp", "mxfp4", "4 bits"),
 ]
 

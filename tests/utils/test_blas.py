@@ -271,22 +271,6 @@ def test_openblas_gets_the_free_cores(
     assert done.stdout.strip() == threads
 
 
-def test_a_number_of_threads_is_set_unless_the_user_has_set_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(blas, "_set_threads", asked.append)
-    for name in blas._THREADS:
-        monkeypatch.delenv(name, raising=False)
-    blas.use_threads(3)
-    monkeypatch.setenv("GOTO_NUM_THREADS", "1")
-    blas.use_threads(2)
-    monkeypatch.delenv("GOTO_NUM_THREADS")
-    monkeypatch.setattr(blas, "_set_threads", None)  # another BLAS, or another system
-    blas.use_threads(2)
-    assert asked == [3]
-
-
 def test_processes_share_the_cores(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

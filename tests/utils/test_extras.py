@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import specdec
 from specdec.utils import extras
 
 
@@ -87,21 +86,3 @@ def test_a_damaged_record_of_the_source(
     files = SimpleNamespace(read_text=texts.get)
     monkeypatch.setattr(metadata, "distribution", lambda _: files)
     assert extras.install("gguf") == "pip install 'mlx-specdec[gguf]'"
-
-
-def test_an_import_without_mlx_names_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A plain wheel has no backend on Linux: the import showed a trace through mlx."""
-    installed(monkeypatch, tmp_path, "pip")
-
-    def absent(name: str, package: str) -> None:
-        raise ModuleNotFoundError("No module named 'mlx'", name="mlx.core")
-
-    monkeypatch.setattr(specdec, "import_module", absent)
-    monkeypatch.delitem(vars(specdec), "SpecDecoder", raising=False)
-    with pytest.raises(
-        ImportError, match=r"pip install 'mlx-specdec\[cpu\]'"
-    ) as caught:
-        _ = specdec.SpecDecoder
-    assert caught.value.__suppress_context__

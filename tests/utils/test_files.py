@@ -87,20 +87,6 @@ def test_private_files_are_so_from_the_first_byte_on(
     assert found == {"mine": 0o600, "ours": 0o644}
 
 
-def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
-    """Catches an open that waits for a writer, and a leftover that does."""
-    os.mkfifo(tmp_path / "fifo")
-    leftover = tmp_path / f".{'a' * 32}.specdec-tmp"
-    os.mkfifo(leftover)
-    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
-        with pytest.raises(OSError, match=r"plain file|directory"):
-            open_plain(path)
-    assert not remove_leftover(leftover)
-    (tmp_path / "file").write_bytes(b"plain")
-    with open_plain(tmp_path / "file") as file:
-        assert file.read() == b"plain"
-
-
 def test_nothing_is_put_before_all_is_written(tmp_path: Path) -> None:
     """A folder is missing: the file before has no name yet, and none is left."""
     with pytest.raises(FileNotFoundError):

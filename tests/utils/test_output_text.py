@@ -145,23 +145,6 @@ def test_nothing_is_held_back_for_longer_than_needed(
         assert held == "" or any(s.startswith(held) for s in stop)
 
 
-def test_without_stop_texts_the_detokenizer_is_not_asked_for_every_token() -> None:
-    """Decoding costs time: it is done when text is shown."""
-    asked: list[int] = []
-
-    class Counting(Detokenizer):
-        @property
-        def text(self) -> str:
-            asked.append(1)
-            return super().text
-
-    output = OutputText(Counting())
-    for _ in range(50):
-        output.add(0)
-    assert not asked
-    assert output.take(50, ended=False) == ("a" * 50, 50)
-
-
 def test_each_character_is_looked_at_once_whatever_the_number_of_stop_texts() -> None:
     """Steps of the search are counted; 3,000 texts once took 3,000 searches a token."""
     texts = [f"{'a' * n}{m}" for n in range(1, 60) for m in range(2, 50)]

@@ -83,18 +83,15 @@ def limited(
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("program", "visible", "seen"),
     [
-        API,
-        MEET,
-        ["-m", "specdec", "estimate", "--target", "."],
-        ["-c", "import specdec.ray, mlx.core"],
+        *((API, visible, seen) for visible, seen in
+          ((None, "0"), ("1", "1"), ("", ""), ("GPU-8a,GPU-9b", "GPU-8a"))),
+        *((program, "2,3", "2") for program in
+          (API, MEET, ["-m", "specdec", "estimate", "--target", "."],
+           ["-c", "import specdec.ray, mlx.core"])),
     ],
-)
-@pytest.mark.parametrize(
-    ("visible", "seen"),
-    [(None, "0"), ("2,3", "2"), ("1", "1"), ("", ""), ("GPU-8a,GPU-9b", "GPU-8a")],
-)
+)  # fmt: skip
 def test_a_process_sees_one_device(
     program: list[str], visible: str | None, seen: str, tmp_path: Path
 ) -> None:

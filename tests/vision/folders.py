@@ -61,17 +61,28 @@ _GEMMA4_TOWER = {
     "head_dim": 8, "global_head_dim": 8, "patch_size": 8, "pooling_kernel_size": 2,
     "default_output_length": 6, "position_embedding_size": 64,
 }  # fmt: skip
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "head_dim": 8, "num_hidden_layers": 2,
+    "intermediate_size": 32, "num_attention_heads": 2, "image_size": 112,
+}  # fmt: skip
+_MISTRAL_TEXT = {**_TEXT, "model_type": "mistral", "head_dim": 8}
+#: The text part's settings are at the top. All frequencies turn fast enough to matter.
+_QWEN2 = {
+    **_TEXT, "rope_theta": 4.0, "tie_word_embeddings": True,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+_QWEN3_TOWER = {
+    "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "num_heads": 2,
+    "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 #: By family: special tokens (the marker first), and the configuration.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "mistral3": (
         _MISTRAL_IMAGES,
         {
-            "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8},
-            "vision_config": {
-                "model_type": "pixtral", "hidden_size": 16, "head_dim": 8,
-                "num_hidden_layers": 2, "intermediate_size": 32,
-                "num_attention_heads": 2, "image_size": 112, "patch_size": 14,
-            },
+            "text_config": _MISTRAL_TEXT,
+            "vision_config": {**_PIXTRAL, "patch_size": 14},
             "spatial_merge_size": 2,
             "vision_feature_layer": -1,
         },
@@ -79,12 +90,8 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "pixtral": (
         _MISTRAL_IMAGES,
         {
-            "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8},
-            "vision_config": {
-                "model_type": "pixtral", "hidden_size": 16, "head_dim": 8,
-                "num_hidden_layers": 2, "intermediate_size": 32,
-                "num_attention_heads": 2, "image_size": 112, "patch_size": 16,
-            },
+            "text_config": _MISTRAL_TEXT,
+            "vision_config": {**_PIXTRAL, "patch_size": 16},
             "vision_feature_layer": -1,
         },
     ),
@@ -161,11 +168,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "qwen2_5_vl": (
         _QWEN_IMAGES,
         {
-            # The text part's settings are at the top.
-            # All frequencies turn fast enough to matter.
-            **_TEXT, "rope_theta": 4.0,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
-            "tie_word_embeddings": True,
+            **_QWEN2,
             "vision_config": {
                 "depth": 2, "hidden_size": 16, "intermediate_size": 32,
                 "out_hidden_size": 32, "num_heads": 2, "patch_size": 14,
@@ -177,9 +180,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "qwen2_vl": (
         _QWEN_IMAGES,
         {
-            **_TEXT, "rope_theta": 4.0,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
-            "tie_word_embeddings": True,
+            **_QWEN2,
             "vision_config": {
                 "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2,
                 "patch_size": 14, "spatial_merge_size": 2, "mlp_ratio": 2,
@@ -201,10 +202,8 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
                 },
             },
             "vision_config": {
-                "model_type": "qwen3_5", "depth": 2, "hidden_size": 16,
-                "intermediate_size": 32, "out_hidden_size": 32, "num_heads": 2,
-                "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-                "num_position_embeddings": 16, "deepstack_visual_indexes": [],
+                **_QWEN3_TOWER, "model_type": "qwen3_5", "depth": 2,
+                "deepstack_visual_indexes": [],
             },
         },
     ),
@@ -217,10 +216,8 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
                 "rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]},
             },
             "vision_config": {
-                "model_type": "qwen3_vl", "depth": 3, "hidden_size": 16,
-                "intermediate_size": 32, "out_hidden_size": 32, "num_heads": 2,
-                "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-                "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+                **_QWEN3_TOWER, "model_type": "qwen3_vl", "depth": 3,
+                "deepstack_visual_indexes": [0, 1],
             },
         },
     ),
@@ -234,15 +231,16 @@ _GEMMA4 = {
         "patch_size": 8, "max_soft_tokens": 6, "pooling_kernel_size": 2,
     }
 }  # fmt: skip
+_MISTRAL = {
+    "size": {"longest_edge": 112}, "image_mean": [0.5] * 3, "image_std": [0.3] * 3,
+}  # fmt: skip
+_QWEN2_IMAGES = {
+    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
+}  # fmt: skip
 _PREPROCESSORS = {
-    "mistral3": {
-        "size": {"longest_edge": 112}, "patch_size": 14,
-        "image_mean": [0.5] * 3, "image_std": [0.3] * 3,
-    },
-    "pixtral": {
-        "size": {"longest_edge": 112}, "patch_size": 16,
-        "image_mean": [0.5] * 3, "image_std": [0.3] * 3,
-    },
+    "mistral3": {**_MISTRAL, "patch_size": 14},
+    "pixtral": {**_MISTRAL, "patch_size": 16},
     "lfm2-vl": {
         "encoder_patch_size": 8, "tile_size": 32, "downsample_factor": 2,
         "min_image_tokens": 2, "max_image_tokens": 4,
@@ -251,14 +249,7 @@ _PREPROCESSORS = {
         "image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 4,
         "size": {"height": 32, "width": 32}, "do_pan_and_scan": False,
     },
-    "qwen2_vl": {
-        "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
-        "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
-    },
-    "qwen2_5_vl": {
-        "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
-        "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12,
-    },
+    "qwen2_vl": _QWEN2_IMAGES, "qwen2_5_vl": _QWEN2_IMAGES,
     "qwen3_5": _QWEN3, "qwen3_vl": _QWEN3, "gemma4": _GEMMA4,
     "gemma4-large": _GEMMA4, "gemma4_unified": _GEMMA4,
 }  # fmt: skip

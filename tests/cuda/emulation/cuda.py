@@ -20,12 +20,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from specdec.backend import defaults
+
 from .building import constants, generated, library
 
 MOST_DIMENSIONS, MOST_THREADS = 10, 1024
 # The emulator's sections, signals and fibers need Linux.
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="needs Linux's g++"
+)
+needs_cuda = pytest.mark.skipif(
+    defaults().name != "cuda", reason="needs MLX's CUDA backend"
 )
 
 

@@ -68,31 +68,6 @@ def lanes(*expressions: str, threads: int = 32, **options: Any) -> Any:
 # -- threads -----------------------------------------------------------------
 
 
-def test_places_of_threads() -> None:
-    kernel = cuda_kernel(
-        name="places",
-        input_names=[],
-        output_names=["out"],
-        source="""
-        const int x = blockIdx.x * blockDim.x + threadIdx.x;
-        const int y = blockIdx.y * blockDim.y + threadIdx.y;
-        const int z = blockIdx.z * blockDim.z + threadIdx.z;
-        const int wide = gridDim.x * blockDim.x, high = gridDim.y * blockDim.y;
-        out[(z * high + y) * wide + x] = x + 10 * y + 100 * z;
-        """,
-    )
-    (found,) = kernel(
-        inputs=[],
-        # The total number of threads, rounded up to whole blocks.
-        grid=(5, 4, 3),
-        threadgroup=(3, 2, 1),
-        output_shapes=[(3, 4, 6)],
-        output_dtypes=[mx.int32],
-    )
-    z, y, x = np.indices((3, 4, 6))
-    assert np.array_equal(found, x + 10 * y + 100 * z)
-
-
 def test_a_block_waits_for_all_that_live() -> None:
     source = """
     __shared__ int held[64];
@@ -111,17 +86,6 @@ def test_a_block_waits_for_all_that_live() -> None:
     wanted = np.where(t % 3 == 0, -5, other + 2)
     # Except where the other thread has ended: it never wrote.
     assert (found == wanted)[(t % 3 == 0) | (other % 3 != 0)].all()
-
-
-def test_a_warp_s_barrier_holds_no_other_warp() -> None:
-    source = """
-    const int t = threadIdx.x;
-    int sum = t;
-    if (t < 32) for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    __syncthreads();
-    out[t] = sum;
-    """
-    assert run(source, threads=70).tolist() == [496] * 32 + list(range(32, 70))
 
 
 @pytest.mark.parametrize(
@@ -306,19 +270,6 @@ def test_halves_are_rounded_to_nearest_even(dtype: mx.Dtype) -> None:
     assert mx.isnan(found.astype(mx.float32)).sum().item() == (~usual).sum()
 
 
-def test_functions() -> None:
-    wanted = {
-        "exp2f(t)": [1, 2, 4, 8],
-        "fmaxf(t, 1.5f)": [1.5, 1.5, 2, 3],
-        "fmaxf(-INFINITY, t - 2.0f)": [-2, -1, 0, 1],
-        "min(t, 2)": [0, 1, 2, 2],
-        "max(t * 1.5f, 2)": [2, 2, 3, 4.5],
-        "abs(t - 1.5f)": [1.5, 0.5, 0.5, 1.5],
-        "__int_as_float(__float_as_int(t + 0.5f))": [0.5, 1.5, 2.5, 3.5],
-    }
-    assert lanes(*wanted, dtype=mx.float32, threads=4) == list(wanted.values())
-
-
 # -- memory ------------------------------------------------------------------
 
 OWN = mx.arange(64)
@@ -359,35 +310,12 @@ def test_arrays_with_gaps() -> None:
     assert found.tolist() == wanted
 
 
-def test_types_of_arrays() -> None:
-    flags, small = mx.array([True, False, True]), mx.array([1, 2, 3], mx.int64)
-    source = (
-        "out[threadIdx.x] = (a[threadIdx.x] ? b[threadIdx.x] : c[0]) + (ADD ? 1 : 0);"
-    )
-    for add in (True, False):
-        found = run(
-            source,
-            *(flags, small, mx.array(7.5, mx.float16).astype(mx.float32)),
-            threads=3,
-            dtype=mx.float32,
-            template=[("ADD", add)],
-        )
-        assert found.tolist() == [1 + add, 7.5 + add, 3 + add]
-
-
 # -- as in MLX ---------------------------------------------------------------
 
 
 def test_what_does_not_compile_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"source:1.*nonsense"):
         run("out[0] = nonsense;")
-
-
-def test_functions_of_the_header() -> None:
-    header = (
-        "#define TWO 2\n__device__ __forceinline__ int twice(int n) { return TWO*n; }"
-    )
-    assert lanes("twice(t)", header=header, threads=3) == [[0, 2, 4]]
 
 
 def test_sizes_of_an_array_without_dimensions_are_not_to_be_asked_for() -> None:
@@ -420,10 +348,3 @@ def test_a_view_without_gaps_begins_where_it_does(
                 run(source, view, contiguous=contiguous)
         else:
             run(source, view, contiguous=contiguous)
-
-
-def test_a_view_with_gaps_is_copied_where_that_is_asked_for() -> None:
-    source = "out[threadIdx.x] = __ldg(reinterpret_cast<const uint4*>(a)).x + a_ndim;"
-    base = mx.random.normal((2, 72)).astype(mx.bfloat16)
-    run(source, base[:, 4:68], contiguous=True)
-    run(source, Strided(base.reshape(-1), (2, 64), (72, 1), 4), contiguous=True)

@@ -133,9 +133,26 @@ def lender(tiny_model: Callable[..., Any]) -> LoadedModel:
 def loaded(path: Path, config: dict[str, Any], target: LoadedModel) -> Any:
     """A head that was written, and what was."""
     weights = write_head(path, config)
-    found = read_head_config(path)
-    assert found is not None
-    return load_head(path, found, "the draft", target).model, weights
+    head_config = read_head_config(path)
+    assert head_config is not None
+    return load_head(path, head_config, "the draft", target).model, weights
+
+
+Arrays = dict[str, mx.array]
+
+
+def rewritten(
+    path: Path,
+    config: dict[str, Any],
+    target: LoadedModel,
+    change: Callable[[Arrays, dict[str, Any]], None],
+) -> Any:
+    """A head whose file is changed, and the weights of the head before."""
+    weights = write_head(path, config)
+    arrays = {name: mx.array(array) for name, array in weights.items()}
+    change(arrays, weights)
+    mx.save_safetensors(str(path / "model.safetensors"), arrays)
+    return load_head(path, config, "the draft", target).model, weights
 
 
 def features_of(n: int) -> np.ndarray:
@@ -238,77 +255,65 @@ def test_products_of_a_head_are_joined(lender: LoadedModel, tmp_path: Path) -> N
     join_products(head)
     for _ in range(3):
         check_block(head, weights, how, lender)
-    products: dict[int, tuple[Any, set[str]]] = {}
-    for name, layer in head.named_modules():
-        if isinstance(layer, JoinedLinear):
-            of = products.setdefault(id(layer._product), (layer._product, set()))
-            of[1].add(name.rpartition(".")[2])
-    found = list(products.values())
-    assert len(found) == 2 * len(head.layers)
-    assert all(
-        ns in ({"k_proj", "v_proj"}, {"gate_proj", "up_proj"}) for _, ns in found
-    )
-    assert not any(product._wasted for product, _ in found)
+    joined = [n for n, m in head.named_modules() if isinstance(m, JoinedLinear)]
+    names = {"k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert {name.rpartition(".")[2] for name in joined} == names
 
 
-def test_the_confidence_head_is_left_out(lender: LoadedModel, tmp_path: Path) -> None:
-    """Nothing reads it, and it would be refused as an unknown array."""
-    head, w = loaded(tmp_path, published.dspark_config(), lender)
-    assert "confidence_head.proj.weight" in w
-    assert "confidence_head" not in head
+Fault = Callable[[Any], object]
 
 
-def turn_pairs(head: Any) -> None:
-    for layer in head.layers:
-        layer.self_attn.rope = nn.RoPE(8, traditional=True)
+def other(**changes: Any) -> Fault:
+    """A fault: other arguments of a head."""
+    return lambda head: setattr(head, "args", replace(head.args, **changes))
 
 
-def other_mask(head: Any) -> None:
-    head.args = replace(head.args, mask_token=95)
+def in_layers(change: Callable[[Any], object]) -> Fault:
+    """A fault in each layer."""
+    return lambda head: [change(layer) for layer in head.layers]
+
+
+def in_attention(**changes: Any) -> Fault:
+    """A fault: other attributes of each attention; what is ``None`` goes."""
+
+    def change(layer: Any) -> None:
+        for name, value in changes.items():
+            if value is None:
+                layer.self_attn.pop(name)
+            else:
+                setattr(layer.self_attn, name, value)
+
+    return in_layers(change)
+
+
+def swapped(part: str, one: str, two: str) -> Callable[[Any], None]:
+    """A fault in a module: two of a part's members change places."""
+
+    def change(module: Any) -> None:
+        holder = module[part]
+        holder[one], holder[two] = holder[two], holder[one]
+
+    return change
 
 
 def norm_first(head: Any) -> None:
     head.context = lambda hidden: head.fc(mx.fast.rms_norm(hidden, None, 1e-6))
 
 
-def causal(head: Any) -> None:
-    head.args = replace(head.args, causal=(True, True))
+def other_groups(layer: Any) -> None:
+    for part in (layer.attention_conv, layer.mlp_conv):
+        w = part.kernel_projection.weight
+        w = w.reshape(2, -1, SELECTS["conv_group_size"], 2, WIDTH)
+        part.kernel_projection.weight = w.swapaxes(2, 3).reshape(-1, WIDTH)
 
 
-def no_key_norm(head: Any) -> None:
-    for layer in head.layers:
-        layer.self_attn.pop("k_norm")
+def taps_of_the_output(layer: Any) -> None:
+    layer.mlp_conv.base_kernel = layer.mlp_conv.base_kernel[::-1]
 
 
-def other_groups(head: Any) -> None:
-    for layer in head.layers:
-        for part in (layer.attention_conv, layer.mlp_conv):
-            w = part.kernel_projection.weight
-            w = w.reshape(2, -1, SELECTS["conv_group_size"], 2, WIDTH)
-            part.kernel_projection.weight = w.swapaxes(2, 3).reshape(-1, WIDTH)
-
-
-def taps_of_the_output(head: Any) -> None:
-    for layer in head.layers:
-        part = layer.mlp_conv
-        part.base_kernel = part.base_kernel[::-1]
-
-
-def sees_the_next_slot(head: Any) -> None:
-    for layer in head.layers:
-        part = layer.attention_conv
-        part.base_kernel = part.base_kernel[:, ::-1]
-
-
-def swapped_codebooks(head: Any) -> None:
-    part = head.candidate_selector
-    part.predecessor_codebook, part.successor_codebook = (
-        part.successor_codebook, part.predecessor_codebook,
-    )  # fmt: skip
-
-
-def no_cap(head: Any) -> None:
-    head.args = replace(head.args, logit_cap=0.0)
+def sees_the_next_slot(layer: Any) -> None:
+    part = layer.attention_conv
+    part.base_kernel = part.base_kernel[:, ::-1]
 
 
 def fewer_candidates(head: Any) -> None:
@@ -316,7 +321,7 @@ def fewer_candidates(head: Any) -> None:
 
 
 def swapped_gate_inputs(head: Any) -> None:
-    part = next(
+    (part,) = (
         head.markov_head[n]
         for n in ("gate_proj", "joint_proj")
         if n in head.markov_head
@@ -329,70 +334,47 @@ def forgets(head: Any) -> None:
     head.markov_head._mixed = lambda e, h, carried: usual(e, h, None)
 
 
-def all_of_a_head(head: Any) -> None:
-    for layer in head.layers:
-        layer.self_attn.rope = nn.RoPE(8)
+def no_value_norm(layer: Any) -> None:
+    part = layer.self_attn
+    part.keys_values = lambda x, offset: (
+        type(part).keys_values(part, x, offset)[0],
+        part._heads(part.k_proj(x), part.num_kv_heads),
+    )
 
 
-def gate_first(head: Any) -> None:
-    for layer in head.layers:
-        part = layer.self_attn
-        part.q_proj, part.g_proj = part.g_proj, part.q_proj
+def no_output_norm(layer: Any) -> None:
+    layer.post_attention_layernorm = nn.Identity()
 
 
-def no_sinks(head: Any) -> None:
-    for layer in head.layers:
-        del layer.self_attn.attention_sink_bias
-
-
-def no_value_norm(head: Any) -> None:
-    for layer in head.layers:
-        part = layer.self_attn
-        part.keys_values = lambda x, offset, part=part: (
-            type(part).keys_values(part, x, offset)[0],
-            part._heads(part.k_proj(x), part.num_kv_heads),
-        )
-
-
-def scaled_twice(head: Any) -> None:
-    head.args = replace(head.args, embedding_scale=float(WIDTH))
-
-
-def scaled_scores(head: Any) -> None:
-    for layer in head.layers:
-        layer.self_attn.scale = 16**-0.5
-
-
-def no_output_norm(head: Any) -> None:
-    for layer in head.layers:
-        layer.post_attention_layernorm = nn.Identity()
-
-
-FAULTS = (
-    ("dspark of qwen3.5", all_of_a_head),
-    ("dspark of qwen3.5", gate_first),
-    ("nemotron, anchored", no_sinks),
-    *(
-        ("dspark of gemma", f)
-        for f in (no_value_norm, scaled_twice, scaled_scores, no_output_norm, no_cap)
+FAULTS: dict[str, tuple[Fault, ...]] = {
+    "dspark of qwen3.5": (
+        in_attention(rope=nn.RoPE(8)),
+        in_layers(swapped("self_attn", "q_proj", "g_proj")),
     ),
-    *(("dflash", f) for f in (turn_pairs, other_mask, norm_first, causal, no_key_norm)),
-    *(
-        ("dflash2", f)
-        for f in (
-            other_groups, taps_of_the_output, sees_the_next_slot, swapped_codebooks,
-            no_cap, fewer_candidates,
-        )
+    "nemotron, anchored": (in_attention(attention_sink_bias=None),),
+    "dspark of gemma": (
+        in_layers(no_value_norm), other(embedding_scale=float(WIDTH)),
+        in_attention(scale=16**-0.5), in_layers(no_output_norm), other(logit_cap=0.0),
     ),
-    ("dspark gated", swapped_gate_inputs),
-    ("dspark rnn", swapped_gate_inputs),
-    ("dspark rnn", forgets),
-)  # fmt: skip
+    "dflash": (
+        in_attention(rope=nn.RoPE(8, traditional=True)), other(mask_token=95),
+        norm_first, other(causal=(True, True)), in_attention(k_norm=None),
+    ),
+    "dflash2": (
+        in_layers(other_groups), in_layers(taps_of_the_output),
+        in_layers(sees_the_next_slot), other(logit_cap=0.0), fewer_candidates,
+        swapped("candidate_selector", "predecessor_codebook", "successor_codebook"),
+    ),
+    "dspark gated": (swapped_gate_inputs,),
+    "dspark rnn": (swapped_gate_inputs, forgets),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "fault"), FAULTS)
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, f) for name, each in FAULTS.items() for f in each]
+)
 def test_what_is_wrong_is_seen(
-    name: str, fault: Callable[[Any], None], lender: LoadedModel, tmp_path: Path
+    name: str, fault: Fault, lender: LoadedModel, tmp_path: Path
 ) -> None:
     """The comparison above notices each of these."""
     config, how = BLOCKS[name]
@@ -441,8 +423,7 @@ def no_learned_state(head: Any) -> None:
 
 
 def other_residual(head: Any) -> None:
-    before = head.args.norm_before_residual
-    head.args = replace(head.args, norm_before_residual=not before)
+    other(norm_before_residual=not head.args.norm_before_residual)(head)
 
 
 @pytest.mark.parametrize(
@@ -451,12 +432,12 @@ def other_residual(head: Any) -> None:
         ("eagle3", swapped_pair),
         ("eagle3", other_residual),
         ("peagle", other_residual),
-        ("peagle", other_mask),
+        ("peagle", other(mask_token=95)),
         ("peagle", no_learned_state),
     ],
 )
 def test_what_is_wrong_in_a_chain_is_seen(
-    name: str, fault: Callable[[Any], None], lender: LoadedModel, tmp_path: Path
+    name: str, fault: Fault, lender: LoadedModel, tmp_path: Path
 ) -> None:
     """The comparison below notices each of these."""
     head, weights = loaded(tmp_path, EAGLES[name], lender)
@@ -478,18 +459,30 @@ def test_chains(name: str, lender: LoadedModel, tmp_path: Path) -> None:
     )
 
 
-def test_the_names_of_muse(lender: LoadedModel, tmp_path: Path) -> None:
-    """Meta's file has other names for the projection of features and its norm."""
-    config = published.muse_config()
-    weights = write_head(tmp_path, config)
-    names = {"fc.weight": "encoder.fc", "hidden_norm.weight": "encoder.output_norm_enc"}
-    arrays = {
-        f"{names[n]}.weight" if n in names else n: mx.array(a)
-        for n, a in weights.items()
-    }
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
-    head: Any = load_head(tmp_path, config, "the draft", lender).model
-    check_block(head, weights, {"windows": (7, 7)}, lender)
+MUSE = {"fc.weight": "encoder.fc", "hidden_norm.weight": "encoder.output_norm_enc"}
+
+
+@pytest.mark.parametrize(
+    ("config", "name_of", "how"),
+    [
+        # Meta's file has other names for the projection of features and its norm.
+        (published.muse_config(), lambda n: f"{MUSE[n]}.weight" if n in MUSE else n,
+         {"windows": (7, 7)}),
+        # Some checkpoints put ``model.`` before each name.
+        (published.dflash_config(), lambda n: f"model.{n}", {}),
+    ],
+)  # fmt: skip
+def test_other_names(
+    config: dict[str, Any], name_of: Any, how: Any, lender: LoadedModel, tmp_path: Path
+) -> None:
+    """An array is unknown, or missing."""
+
+    def rename(arrays: Arrays, _: object) -> None:
+        for name in [*arrays]:
+            arrays[name_of(name)] = arrays.pop(name)
+
+    head, weights = rewritten(tmp_path, config, lender, rename)
+    check_block(head, weights, how, lender)
 
 
 def test_a_parallel_head_may_be_named_eagle(
@@ -510,26 +503,16 @@ def test_a_parallel_head_may_be_named_eagle(
         load_head(tmp_path, named | {"pard_token": None}, "the draft", lender)
 
 
-def test_arrays_may_be_named_as_in_a_model(lender: LoadedModel, tmp_path: Path) -> None:
-    """Some checkpoints put ``model.`` before each name."""
-    config = published.dflash_config()
-    weights = write_head(tmp_path, config, prefix="model.")
-    head: Any = load_head(tmp_path, config, "the draft", lender).model
-    check_block(head, weights, {}, lender)
-
-
 def test_a_mask_may_have_an_embedding_of_its_own(
     lender: LoadedModel, tmp_path: Path
 ) -> None:
     """The target's embedding of the mask's token was never learnt."""
-    config = published.dflash_config()
-    weights = write_head(tmp_path, config)
     model: Any = lender.model
-    own = np.array(model.model.embed_tokens.weight)[95]  # another token's
-    arrays = {name: mx.array(array) for name, array in weights.items()}
-    arrays["mask_embedding"] = mx.array(own[None])
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
-    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    own = model.model.embed_tokens.weight[95:96]  # another token's
+    head, weights = rewritten(
+        tmp_path, published.dflash_config(), lender,
+        lambda arrays, _: arrays.update(mask_embedding=own),
+    )  # fmt: skip
     check_block(head, weights, {}, lender, mask_token=95)
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(ModelError, match=r"mask_embedding.pt, .* can hold code"):
@@ -777,9 +760,6 @@ def test_what_is_damaged_is_named(lender: LoadedModel, tmp_path: Path) -> None:
     assert read_head_config(tmp_path) is None
 
 
-Arrays = dict[str, mx.array]
-
-
 def _set(name: str, change: Callable[[mx.array], mx.array]) -> Callable[[Arrays], None]:
     return lambda arrays: arrays.update({name: change(arrays[name])})
 
@@ -821,24 +801,20 @@ ODD_ARRAYS: dict[str, tuple[Callable[[Arrays], None], str]] = {
 def test_odd_arrays(name: str, lender: LoadedModel, tmp_path: Path) -> None:
     """An array of another type or shape ends in our error, before anything runs."""
     change, message = ODD_ARRAYS[name]
-    config = published.eagle_config()
-    weights = write_head(tmp_path, config)
-    arrays = {name: mx.array(array) for name, array in weights.items()}
-    change(arrays)
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
     with pytest.raises(ModelError, match=message):
-        load_head(tmp_path, config, "the draft", lender)
+        rewritten(
+            tmp_path, published.eagle_config(), lender, lambda arrays, _: change(arrays)
+        )
 
 
 def test_the_last_tokens_of_d2t(lender: LoadedModel, tmp_path: Path) -> None:
     """The first and the last id of the target are in range."""
-    config = published.eagle_config()
-    weights = write_head(tmp_path, config)
     ids = np.array([0, *SOME_TOKENS[1:-1], VOCAB - 1])
-    weights["d2t"] = ids - np.arange(len(ids))
-    arrays = {name: mx.array(array) for name, array in weights.items()}
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
-    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    d2t = mx.array(ids - np.arange(len(ids)))
+    head, _ = rewritten(
+        tmp_path, published.eagle_config(), lender,
+        lambda arrays, _: arrays.update(d2t=d2t),
+    )  # fmt: skip
     logits = head.as_target(mx.zeros((1, len(ids))))[0].tolist()
     assert [i for i, each in enumerate(logits) if each == 0] == ids.tolist()
 
@@ -883,20 +859,18 @@ def test_packed_layers_are_known_by_their_shapes(
     packing: tuple[int, int, str], lender: LoadedModel, tmp_path: Path
 ) -> None:
     """No configuration says so, and others stay as they are."""
-    config = published.dflash_config()
-    weights = write_head(tmp_path, config)
     group_size, bits, mode = packing
-    arrays = {name: mx.array(array) for name, array in weights.items()}
-    for name in ("fc", "layers.1.self_attn.q_proj"):
-        packed = mx.quantize(
-            arrays[f"{name}.weight"], group_size=group_size, bits=bits, mode=mode
-        )
-        for part, array in zip(("weight", "scales", "biases"), packed, strict=False):
-            arrays[f"{name}.{part}"] = array
-        plain = mx.dequantize(*packed, group_size=group_size, bits=bits, mode=mode)
-        weights[f"{name}.weight"] = np.array(plain.astype(mx.float32))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
-    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    how: Any = {"group_size": group_size, "bits": bits, "mode": mode}
+
+    def pack(arrays: Arrays, weights: dict[str, Any]) -> None:
+        for name in ("fc", "layers.1.self_attn.q_proj"):
+            packed = mx.quantize(arrays[f"{name}.weight"], **how)
+            parts = zip(("weight", "scales", "biases"), packed, strict=False)
+            arrays.update({f"{name}.{part}": array for part, array in parts})
+            plain = mx.dequantize(*packed, **how)
+            weights[f"{name}.weight"] = np.array(plain.astype(mx.float32))
+
+    head, weights = rewritten(tmp_path, published.dflash_config(), lender, pack)
     assert isinstance(head.layers[0].self_attn.q_proj, nn.Linear)
     check_block(head, weights, {}, lender)
 
