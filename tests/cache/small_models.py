@@ -25,9 +25,8 @@ _NESTED = ("gemma3n", "llama4", "minimax_m3_vl")
 def _small(arch: str, **changes: Any) -> tuple[str, dict[str, Any]]:
     """An architecture and its arguments beside those of ``tiny_model``."""
     arguments = arguments_of(arch, vocab_size_per_layer_input=97, **SMALLEST | changes)
-    if arch not in _NESTED:
-        del arguments["text_config"]
-    return arch, arguments
+    left_out = {"model_type", *([] if arch in _NESTED else ["text_config"])}
+    return arch, {k: v for k, v in arguments.items() if k not in left_out}
 
 
 _ALTERNATING = {

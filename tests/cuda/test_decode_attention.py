@@ -11,14 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import llama
-from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import attention_patch, decode_attention
-from specdec.cuda.attention_patch import take_few_queries, usual_calls
-from specdec.cuda.fused_linear import separated
+from specdec.cuda.attention_patch import take_few_queries
 from specdec.cuda.kernels import TYPES
 from specdec.models import precision
 from specdec.tools.decoding import token_level
@@ -80,29 +77,6 @@ def test_a_models_attention_is_asked_for_few_queries_alone(
         np.testing.assert_allclose(
             one.astype(mx.float32), other.astype(mx.float32), atol=0.03 * scale
         )
-
-
-def test_modules_tell_where_they_come_from_and_become_mlx_lms_again(
-    tiny_model: TinyModel, asked: list[tuple[int, ...]]
-) -> None:
-    model = model_of(tiny_model)
-    before = [type(m) for _, m in model.named_modules()]
-    take_few_queries(model)
-    take_few_queries(model)  # again is the same
-    now = [type(m) for _, m in model.named_modules()]
-    changed = [(a, b) for a, b in zip(before, now, strict=True) if a is not b]
-    assert len(changed) == len(model.layers)
-    for theirs, ours in changed:
-        assert theirs is llama.Attention
-        assert ours.__mro__[:2] == (ours, theirs)
-        assert (ours.__name__, ours.__module__) == (theirs.__name__, theirs.__module__)
-    # mlx-lm is as it was, for every model that was not asked.
-    assert llama.scaled_dot_product_attention is scaled_dot_product_attention
-    twin = separated(model)
-    assert [type(m) for _, m in twin.named_modules()] == before
-    assert [type(m) for _, m in model.named_modules()] == now
-    usual_calls(model)
-    assert [type(m) for _, m in model.named_modules()] == before
 
 
 def test_what_trains_or_has_no_cache_is_left_to_mlx(
