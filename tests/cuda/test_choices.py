@@ -107,6 +107,7 @@ def test_a_choice_is_a_matrix_s_own_and_holds_for_few_rows() -> None:
     large = mx.zeros((skinny_matmul.MOST_WEIGHTS // 32 + 1, 32), BF16)
     assert not any(takes(x, large, None) for x in rows.values())
     choices.take({name(skinny_matmul._kind(large)): True})
+    assert len(choices.all_chosen()) == 1  # the other process's, and no others
     assert [takes(x, large, None) for x in rows.values()] == [True, True, True, False]
 
 

@@ -134,6 +134,7 @@ def arrays(**changes: Any) -> dict[str, Any]:
         ({"heads": 7}, False),
         ({"mask": None}, False),
         ({"mask": mx.ones((2, 6, 3, 40), mx.bool_)}, False),
+        ({"mask": mx.ones((3, 1, 3, 40), mx.bool_)}, False),
         ({"mask": mx.ones((3, 40), mx.bool_)}, False),
         ({"mask": mx.zeros((2, 1, 3, 40), mx.float32)}, False),
         ({"values": mx.zeros((2, 2, 40, 128), mx.bfloat16)}, False),

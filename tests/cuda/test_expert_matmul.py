@@ -132,6 +132,27 @@ def test_indices_that_all_tokens_share(
     assert sizes == [30, 30, 6]
 
 
+def test_dense_pairs_of_few_are_not_said_to_be_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX's slower product is taken for few pairs, or its faster one for many."""
+    layer = made(packed=False, bias=False)
+    take_many_tokens(layer)
+    said: list[tuple[int, bool]] = []
+    usual: Any = mx.gather_mm
+
+    def gather(*args: Any, rhs_indices: mx.array, sorted_indices: bool) -> mx.array:
+        said.append((rhs_indices.size, sorted_indices))
+        product: mx.array = usual(*args, rhs_indices=rhs_indices)
+        return product
+
+    monkeypatch.setattr(mx, "gather_mm", gather)
+    monkeypatch.setattr(expert_matmul, "FEW_PAIRS", 15)
+    for tokens in (4, 30, 31):
+        layer(*inputs(1, tokens))
+    assert said == [(12, False)] * 3 + [(90, False)] * 3 + [(93, True)] * 3
+
+
 @pytest.fixture
 def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = packed_matmul._kernel, packed_matmul._gathering, packed_matmul._expert_kernel
