@@ -179,7 +179,8 @@ def test_an_adapter_that_lacks_a_part_or_does_nothing(
     write_folder(tmp_path / "target")
     adapter = write_adapter(tmp_path / "a", tmp_path / "target")
     file, arrays = adapter / "adapter_config.json", adapter / "adapters.safetensors"
-    config, weights = json.loads(file.read_text()), cast(dict[str, Any], mx.load(str(arrays)))
+    config: dict[str, Any] = json.loads(file.read_text())
+    weights = cast(dict[str, Any], mx.load(str(arrays)))
     change(config, weights)
     file.write_text(json.dumps(config))
     mx.save_safetensors(str(arrays), weights)
