@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -140,15 +140,34 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> FakeDecoder:
     return fake
 
 
-@pytest.fixture
-def specdec(
-    decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Result]:
-    """Run the command line: ``specdec("run", "-p", "Hi", stdin="...")``."""
-    # What other tests have rehearsed in this process is not reported.
-    monkeypatch.setattr(warm_up, "seconds", 0.0)
+class Specdec:
+    """``specdec("run", "-p", "Hi", stdin="...")``, and the decoder that it has."""
 
-    def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    def __init__(self, decoder: FakeDecoder):
+        self.decoder = decoder
+
+    @property
+    def calls(self) -> dict[str, Any]:
+        """What was asked of the decoder."""
+        return self.decoder.calls
+
+    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Result:
         return CliRunner().invoke(main, arguments, input=stdin)
 
-    return invoke
+    def refuses(self, *arguments: str) -> str:
+        """The one line of wrong usage, written before a model is loaded."""
+        self.calls.clear()
+        result = self(*arguments)
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("specdec: error: ")
+        assert len(line) < 700
+        assert self.calls == {}
+        return line
+
+
+@pytest.fixture
+def specdec(decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch) -> Specdec:
+    # What other tests have rehearsed in this process is not reported.
+    monkeypatch.setattr(warm_up, "seconds", 0.0)
+    return Specdec(decoder)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from specdec import backend
 from specdec.errors import ModelNotFoundError
 
-Specdec = Callable[..., Result]
+from .conftest import Specdec
 
 
 @pytest.fixture

@@ -68,20 +68,6 @@ def test_an_8b_from_its_config_alone(config: str) -> None:
     assert long["largest_context"] < 131072
 
 
-def test_a_table_with_a_draft_and_packed_caches(config: str) -> None:
-    result = estimate(
-        "--target", config, "--draft", "self:4bit", "--context", "4096",
-        "--batch", "4", "--num-draft-tokens", "2", "--kv-bits", "4",
-        "--prefill-step-size", "128", "--memory-limit", "64GiB", "--temp", "0.7",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert lines[0].endswith("draft self:4bit: 4 rows of 4096 tokens, 2 draft tokens")
-    for part in ("draft weights", "draft KV cache", "logits", "activations", "total"):
-        assert any(line.startswith(part) for line in lines)
-    assert "of 68.7 GB: fits" in result.stdout
-
-
 def test_options_reach_the_plan(config: str) -> None:
     """An option that is read and dropped."""
     base = ("--target", config, "--context", "8192", "--memory-limit", "64GB")
@@ -174,14 +160,6 @@ def test_no_more_draft_tokens_than_a_block_has(tmp_path: Path) -> None:
     )
 
 
-def test_tokens_in_thousands(config: str) -> None:
-    base = ("--target", config, "--context")
-    assert as_json(*base, "8k") == as_json(*base, "8192")
-    result = estimate(*base, "8q")
-    assert result.exit_code == 2
-    assert "'8q' is not a number of tokens: write it as 8192 or 8k" in result.stderr
-
-
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
     """Reported as a pair that fits, which no run takes; or without what they share."""
     target = tmp_path / "target"
@@ -254,39 +232,6 @@ def test_a_gguf_file_that_needs_the_gguf_package(
         assert run.exit_code == record.exit_code == 1
         assert record.stderr == run.stderr.splitlines(keepends=True)[-1]
         assert "IQ4_NL weights, which need the gguf package" in record.stderr
-
-
-def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.model_names.default_target", lambda: config)
-    monkeypatch.setattr("specdec.model_names.default_draft", lambda: None)
-    assert as_json("--context", "99")["num_parameters"] == 8_030_261_248
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("--target", "a/x", "--context", "1"), 2, "'--context': 1 is not between 2"),
-        (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
-        (("--target", "a/x", "--context", "9", "--draft", "self"), 2, "'self' is not"),
-        (("--target", "a/x", "--context", "9", "--memory-limit", "8 apples"), 2,
-         "'8 apples' is not a size: write it as 8GB"),
-        (("--target", "a/x", "--context", "9", "--num-draft-tokens", "2"), 2,
-         "--num-draft-tokens needs --draft"),
-        (("--target", "a/x", "--context", "9", "--kv-group-size", "32"), 2,
-         "--kv-group-size needs --kv-bits"),
-        (("--target", "a/x", "--context", "9", "--batch", "50000000"), 2,
-         "'--batch' / '--batch-size': 50000000 is not a whole number from 1 to"),
-        (("--target", "a/x", "--context", "9" * 400), 2, "write it as 8192 or 8k"),
-        (("--target", "no-such-model", "--context", "9"), 2, "no model at no-such"),
-        (("--target", "no/target", "--context", "9", "--draft", "no-such"), 2,
-         "no model at no-such: give a folder, a .gguf file or a hub id"),
-    ],
-)  # fmt: skip
-def test_mistakes(arguments: tuple[str, ...], code: int, message: str) -> None:
-    result = estimate(*arguments)
-    assert result.exit_code == code
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

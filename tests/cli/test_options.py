@@ -6,12 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from specdec.cli import main
-from specdec.cli.options import documented, field
+from specdec.cli.options import documented
 from specdec.config import EngineConfig
 from specdec.sampling_params import SamplingParams
 
@@ -25,32 +24,6 @@ def test_every_field_is_described(kind: type) -> None:
         assert text[0].isupper() or text[0].isdigit()
         assert text.endswith(".")
         assert not {"``", "None:"} & {*text.split(), *unset.split()}
-
-
-def test_an_option_is_what_its_field_says() -> None:
-    """A default, a type or a text that is stated twice, and changed once."""
-
-    @click.command()
-    @field(EngineConfig, "kv_bits")
-    @field(EngineConfig, "kv_group_size")
-    @field(SamplingParams, "temperature", "--temp", "temp")
-    @field(SamplingParams, "stop")
-    @field(SamplingParams, "verification")
-    def command(**_: object) -> None: ...
-
-    options = {each.name: each for each in command.params}
-    bits, size, temp, stop, rule = options.values()
-    assert isinstance(bits, click.Option)
-    assert bits.help is not None
-    assert bits.help.endswith("in 4 or 8 bits. [default: not quantized]")
-    assert (bits.type, bits.default, size.default) == (click.INT, None, 64)
-    assert (temp.opts, temp.type, temp.default) == (["--temp"], click.FLOAT, 0.0)
-    assert (stop.multiple, stop.type) == (True, click.STRING)
-    assert isinstance(rule.type, click.Choice)
-    assert (rule.type.choices, rule.default) == (
-        ("coupled", "rejection", "block"),
-        "coupled",
-    )
 
 
 @pytest.mark.parametrize(

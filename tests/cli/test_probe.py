@@ -6,12 +6,11 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from specdec.backend import _DEFAULTS
 from specdec.models import metal_kernels
@@ -19,7 +18,8 @@ from specdec.models.metal_kernels import Trial
 from specdec.utils.child import Child
 from tests.models.folders import write_folder
 
-Specdec = Callable[..., Result]
+from .conftest import Specdec
+
 NAME, OTHER = "4 bits by 32, float32, 64 x 32", "gated delta, tokens"
 
 

@@ -207,26 +207,6 @@ def test_the_time_left_of_a_run(
     assert clock.now - began > 100
 
 
-def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with Progress("prompt", 3, quiet=True, clock=clock) as progress:
-        clock.now += LINE_SECONDS
-        progress.add(1)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_what_begins_is_shown_at_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bar that says nothing for as long as the first part takes."""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Progress("prompt", 8) as progress:
-        progress.add(0, what="prefill")
-        assert "prefill:   0%" in capsys.readouterr().err
-        progress.add(0, note="1.0 tokens/s")
-        assert "1.0 tokens/s" in capsys.readouterr().err
-
-
 def test_a_bar_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,9 +216,7 @@ def test_a_bar_on_a_terminal(
     with Progress("row", clock=clock) as progress:
         clock.now += LINE_SECONDS
         progress.show(2, 4, what="speculative")
-        progress._bar.refresh()
         progress.show(0, 8, what="plain", note="3 tokens")
-        progress._bar.refresh()
     err = capsys.readouterr().err
     assert "specdec:" not in err
     assert "speculative:  50%" in err

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from specdec.cli.request_lines import openai_line, requests_of
 from specdec.errors import PromptFileError
@@ -18,9 +16,7 @@ from specdec.prompts import PromptRecord
 from specdec.request import TokenLogprobs
 from specdec.sampling_params import SamplingParams
 
-from .conftest import FakeDecoder
-
-Specdec = Callable[..., Result]
+from .conftest import Specdec
 
 
 def record(**fields: Any) -> PromptRecord:
@@ -129,9 +125,7 @@ def test_settings_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_a_file_with_settings(
-    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
-) -> None:
+def test_a_file_with_settings(specdec: Specdec, tmp_path: Path) -> None:
     """Keys without effect are named once; results come in OpenAI's form."""
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [
@@ -145,7 +139,7 @@ def test_a_file_with_settings(
     assert result.exit_code == 1  # one line failed
     requests = "answer, category, max_token (did you mean max_tokens?)"
     assert result.stderr.count(f"keys without effect: {requests}\n") == 1
-    asked_for: Any = decoder.calls["params"]
+    asked_for: Any = specdec.calls["params"]
     assert [p.max_tokens for p in asked_for] == [4, 7, 4]
     lines = {line["custom_id"]: line for line in map(json.loads, output.open("rb"))}
     assert lines.keys() == {"x", "request-1", "request-2"}

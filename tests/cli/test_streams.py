@@ -6,18 +6,16 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from specdec.cli.output import show_warnings
 from specdec.prefix_cache.disk import DiskTier
 from specdec.utils.warm_up import WarmUp
 from tests.prefix_cache.entries import write_chain
 
-Specdec = Callable[..., Result]
+from .conftest import Specdec
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
@@ -133,34 +131,3 @@ def test_a_line_that_passes_gives_way(
         assert shown == "\r\x1b[K".join([*passing, last])
     else:
         assert shown == f"{passing[0]}\n{last}"
-
-
-def test_values_are_not_echoed_whole(specdec: Specdec) -> None:
-    """A message of 5,000 characters hides what is wrong, and the way out."""
-    long = "x" * 5000
-    for arguments, way_out in [
-        ((long,), "(see: specdec --help)"),
-        (("run", f"--{long}"), "(see: specdec run --help)"),
-        (("run", "-p", "a", "--batch", long), "(see: specdec run --help)"),
-        (("run", "-p", "a", "--target", long), "a hub id (owner/name)"),
-        (("run", "-p", "a", "--draft", f"self:{long}"), "a .gguf file or a hub id"),
-        (("run", "-p", "a", "--memory-limit", long), "512MB or a number of bytes"),
-        (("run", "--prompts", long), "File name too long"),
-        (("run", "-p", "a", "--output", long), "(see: specdec run --help)"),
-        (("run", "-p", "a", "--output", "a\0b"), "(see: specdec --help)"),
-        (("cache", "list", long), "(see: specdec cache list --help)"),
-        (("bench", long), "prefix"),
-        (("bench", "--compare", long, long), "File name too long"),
-        (("report", long), "File name too long"),
-        (("bench", "acceptance-quick", "--set", long), "as in 'batch=[1, 8]'"),
-        (("bench", "acceptance-quick", "--set", f"{long}=1"), "target"),
-        (("run", "-p", "a", "--temp", "1", "--seed", "9" * 5000), "--help)"),
-        (("run", "-p", "a", "--batch", "9" * 400), "from 1 to 16384"),
-    ]:
-        result = specdec(*arguments)
-        assert result.exit_code in (1, 2), arguments
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("specdec: error: ")
-        assert way_out in line
-        assert "unexpected" not in line
-        assert len(line) <= 1020

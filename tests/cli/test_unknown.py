@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from click.testing import Result
+
+from .conftest import Specdec
 
 
 @pytest.mark.parametrize(
@@ -39,9 +38,7 @@ from click.testing import Result
         ("cache list --json", None),
     ],
 )
-def test_what_is_meant(
-    specdec: Callable[..., Result], line: str, meant: str | None
-) -> None:
+def test_what_is_meant(specdec: Specdec, line: str, meant: str | None) -> None:
     result = specdec(*line.split())
     assert result.exit_code == 2
     assert ("Did you mean" in result.stderr) == (meant is not None)

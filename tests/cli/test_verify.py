@@ -169,44 +169,9 @@ def test_incomplete_does_not_pass(verify: Verify) -> None:
     assert "verdict: INCOMPLETE" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--draft self:5bit", "draft 'self:5bit' is not known"),
-        ("--num-draft-tokens 2", "--num-draft-tokens needs --draft"),
-        ("--temp 1 --verification block", "--verification needs a draft (--draft)"),
-        ("--draft a/D --verification block", "--verification needs --temp above 0"),
-        ("--seed 2", "--seed needs --temp"),
-        ("--draft a/D --temp 1 --draws 99", "--draws needs --verification"),
-        ("--kv-group-size 32", "--kv-group-size needs --kv-bits"),
-        (
-            "--draft a/D --temp 1 --verification block --max-restarts 1",
-            "--max-restarts is for",
-        ),
-        ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),
-        ("--temp 1e9", "--temp is 1000000000.0"),
-        ("--draft no-such", "no model at no-such: give a folder"),
-    ],
-)
-def test_options_that_cannot_be(
-    verify: Verify, calls: dict[str, Any], options: str, message: str
-) -> None:
-    result = verify(*options.split())
-    assert result.exit_code == 2
-    assert calls == {}, "found before a model is loaded"
-    assert message in " ".join(result.stderr.split())
-
-
 def test_without_the_chat_template(verify: Verify, calls: dict[str, Any]) -> None:
     assert verify("--ignore-chat-template").exit_code == 0
     assert calls["options"]["ignore_chat_template"] is True
-
-
-def test_json_does_not_overwrite_the_prompts(verify: Verify, prompts: str) -> None:
-    result = verify("--json", prompts)
-    assert result.exit_code == 2
-    assert "--json is the file of --prompts" in result.stderr
-    assert Path(prompts).read_text() == "Hello\nPrompts\nThree\n"
 
 
 @pytest.mark.slow
