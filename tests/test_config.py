@@ -54,49 +54,18 @@ def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
         ({"prefix_cache": __file__}, f"prefix_cache is {__file__!r}: it must be"),
         ({"prefix_cache": ""}, "prefix_cache is '': it must be the path of a folder"),
         ({"prefix_cache_size": 0}, "prefix_cache_size is 0"),
-        (
-            {"prefix_cache_size": "8GB"},
-            "prefix_cache_size is '8GB': it must be a whole number of bytes, 1 or more",
-        ),
-        (
-            {"memory_limit": "8GB"},
-            "memory_limit is '8GB': it must be a whole number of bytes, 1 or more: "
-            "8 GB are 8 * 10**9",
-        ),
+        ({"prefix_cache_size": "8GB"}, "prefix_cache_size is '8GB': it must be a"),
+        ({"memory_limit": "8GB"}, "memory_limit is '8GB': it must be a whole number of "
+         "bytes, 1 or more: 8 GB are 8 * 10**9"),
         ({"memory_limit": 8.5}, "memory_limit is 8.5: it must be a whole number of by"),
         ({"prefix_cache_memory": -1}, "prefix_cache_memory is -1"),
-        (
-            {"prefix_cache_memory": 9, "kv_bits": 8, "quantized_kv_start": 5},
-            "quantized_kv_start above 0 does not go with a prefix cache",
-        ),
+        ({"prefix_cache_memory": 9, "kv_bits": 8, "quantized_kv_start": 5},
+         "quantized_kv_start above 0 does not go with a prefix cache"),
     ],
-)
+)  # fmt: skip
 def test_engine_config_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(**options)
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens is 0: it must be a whole number, 1 or more"),
-        ({"temperature": -0.1}, "temperature is -0.1: it must be a number from 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        (
-            {"temperature": 1000001},
-            "temperature is 1000001: it must be a number from 0 to 1000000",
-        ),
-        ({"temperature": 1.1e6}, "temperature is 1100000.0"),
-        ({"temperature": float("inf")}, "temperature is inf"),
-        ({"temperature": "hot"}, "temperature is 'hot'"),
-        ({"temperature": True}, "temperature is True"),
-        ({"seed": 1.5}, "seed is 1.5: it must be a whole number"),
-    ],
-)
-def test_sampling_params_refuse(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        SamplingParams(**options)
     assert str(caught.value).startswith(message)
 
 

@@ -36,10 +36,7 @@ NAN, INF = float("nan"), float("inf")
         ({"min_p": 0.1}, "min_p needs a temperature above 0"),
         ({"top_k": 5}, "top_k needs a temperature above 0"),
         ({"xtc_probability": 0.5}, "xtc_probability needs a temperature above 0"),
-        (
-            {"xtc_threshold": 0.3, "temperature": 1.0},
-            "xtc_threshold needs xtc_probability: add it",
-        ),
+        ({"xtc_threshold": 0.3, "temperature": 1.0}, "xtc_threshold needs xtc_proba"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0: it must be a number abo"),
         ({"repetition_penalty": INF}, "repetition_penalty is inf"),
         ({"presence_penalty": "1"}, "presence_penalty is '1'"),
@@ -55,24 +52,23 @@ NAN, INF = float("nan"), float("inf")
         ({"sampler": "greedy"}, "'greedy' is no sampler or logits processor"),
         ({"sampler": len, "temperature": 1.0}, "sampler replaces temperature: leave"),
         ({"sampler": len, "top_k": 4}, "sampler replaces top_k"),
-        (
-            {"max_tokens": 2**31},
-            "max_tokens is 2147483648: it must be a whole number, 1073741824 at most",
-        ),
-        ({"repetition_penalty": 2**63 * 2**70}, "repetition_penalty is 1"),
+        ({"max_tokens": 2**31}, "max_tokens is 2147483648: it must be a whole number,"),
         ({"repetition_penalty": 10**400}, "repetition_penalty is 1"),
-        (
-            {"repetition_penalty": 1e-45},
-            "repetition_penalty is 1e-45: it must be a num",
-        ),
-        (
-            {"presence_penalty": 1e39},
-            "presence_penalty is 1e+39: it must be a number t",
-        ),
+        ({"repetition_penalty": 1e-45}, "repetition_penalty is 1e-45: it must be a"),
+        ({"presence_penalty": 1e39}, "presence_penalty is 1e+39: it must be a number"),
         ({"frequency_penalty": -(10**400)}, "frequency_penalty is -1"),
         ({"logit_bias": {1: 4e38}}, "logit_bias is {1: 4e+38}"),
         ({"logit_bias": {1: 10**400}}, "logit_bias is {1: 1"),
-        ({"temperature": 10**400}, "temperature is 1"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"temperature": -0.1}, "temperature is -0.1: it must be a number from 0"),
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"temperature": 1000001}, "temperature is 1000001: it must be a number"),
+        ({"temperature": INF}, "temperature is inf"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": True}, "temperature is True"),
+        ({"top_p": 10**400}, "top_p is 1000"),
+        ({"max_tokens": 10**400}, "max_tokens is 1000"),
+        ({"max_tokens": 0}, "max_tokens is 0: it must be a whole number, 1 or more"),
         ({"repetition_context_size": 10**30}, "repetition_context_size is 1"),
         ({"frequency_context_size": 2**31}, "frequency_context_size is 2147483648"),
         ({"seed": 1.5}, "seed is 1.5: it must be a whole number"),
@@ -83,24 +79,19 @@ NAN, INF = float("nan"), float("inf")
         ({"top_logprobs": 1001}, "top_logprobs is 1001: it must be at most 1000"),
         ({"verification": "ratio"}, "verification is 'ratio': it must be coupled, rej"),
         ({"verification": "block", "sampler": len}, "verification 'block' needs the w"),
-        (
-            {"verification": "rejection", "logits_processors": (len,)},
-            "verification 'rejection' needs the whole distribution",
-        ),
+        ({"verification": "rejection", "logits_processors": (len,)},
+         "verification 'rejection' needs the whole distribution"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**options)
     assert str(caught.value).startswith(message)
 
 
-def test_one_stop_text_needs_no_tuple() -> None:
+def test_one_value_needs_no_tuple() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-
-
-def test_one_logits_processor_needs_no_tuple() -> None:
     assert SamplingParams(logits_processors=max).logits_processors == (max,)  # type: ignore[arg-type]
     assert SamplingParams(logits_processors=[max]).logits_processors == (max,)  # type: ignore[arg-type]
 
@@ -136,12 +127,3 @@ def test_only_requests_that_draw_get_a_seed() -> None:
     seeds = {p.seeded().seed for p in warm for _ in range(8)}
     assert None not in seeds
     assert len(seeds) == 16  # false alarm: 3 in 10**8
-
-
-@pytest.mark.parametrize(
-    "name", ["temperature", "top_p", "repetition_penalty", "max_tokens", "min_tokens"]
-)
-def test_a_number_that_no_float_holds(name: str) -> None:
-    """An OverflowError instead of a sentence."""
-    with pytest.raises(ConfigError, match=f"{name} is 1000"):
-        SamplingParams(**{name: 10**400})  # type: ignore[arg-type]

@@ -91,6 +91,10 @@ run --prompts folder | folder: is a folder: name a file in it
 advise --draft a/D --prompts missing.txt | missing.txt: no such file: c
 convert missing.gguf out | cannot open missing.gguf: No such file or di
 convert folder out | cannot open folder: Is a directory; check the path
+bench | name a recipe: a .toml file, or one of acceptance-gsm8k
+bench prefix --set batch=0 | recipe prefix: sweep.batch is 0
+bench prefix --compare a b | --compare takes two folders
+bench acceptance-gsm8k | prompts.source is missing: give it
 bench missing.toml | missing.toml: no such file: check the path
 bench acceptance-quick --set batch=[1, 8] | unexpected extra argument (8]): put the valu
 bench --compare folder folder | folder holds no results: there is no raw

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,7 @@ script = load_script("readme_tables")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_the_pages_are_what_the_results_say(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_pages_are_what_the_results_say(capsys: pytest.CaptureFixture[str]) -> None:
     """A result was measured anew, or a number edited by hand."""
     assert script.main(["--check"]) == 0, capsys.readouterr().err
 
@@ -41,47 +38,3 @@ def test_numbers_are_those_of_the_reports() -> None:
                     and ("no draft" not in each) == row.drafts
                 )
                 assert ours.split()[0] == theirs
-
-
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A page of its own, in a folder below the root."""
-    page = tmp_path / "docs" / "page.md"
-    page.parent.mkdir()
-    page.write_text("a\n<!-- table: cpu-jobs -->\nold\n<!-- end of table -->\nb\n")
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    monkeypatch.setattr(script, "PAGES", [page])
-    return page
-
-
-def test_a_stale_page_is_told_in_one_line(
-    page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = page.read_text("utf-8")
-    assert script.main(["--check"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: tables of docs/page.md are not what")
-    assert page.read_text("utf-8") == before
-    assert script.main([]) == 0
-    text = page.read_text("utf-8")
-    assert "(../benchmarks/results/jobs-cpu/report.md)" in text
-    assert text.endswith("\n\n<!-- end of table -->\nb\n")
-    assert script.main(["--check"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- table: u -->\n<!-- end of table -->\n", "table u: no such table"),
-        ("<!-- table: t -->\n", "page.md: a table without its end, or twice"),
-    ],
-)
-def test_what_cannot_be_made_is_one_line(
-    page: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    page.write_text(text, "utf-8")
-    assert script.main([]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: page.md: ")
-    assert message in line
-    assert page.read_text("utf-8") == text

@@ -13,12 +13,7 @@ from mlx_lm.utils import save_config, save_model
 from tests.conftest import _tiny_model
 from tests.models.folders import tokenizer_of
 
-from .case import (
-    Case,
-    World,
-    fail,
-    kind,
-)
+from .case import Case, World, fail, kind
 from .gguf_files import HUGE, SIZES, use_model
 from .odd import (
     TEMPLATES,

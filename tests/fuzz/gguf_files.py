@@ -11,29 +11,10 @@ from typing import Any
 import numpy as np
 
 from tests.conftest import _tiny_model
-from tests.models.gguf_files import (
-    VOCAB,
-    byte_level,
-    file_tensors,
-    metadata,
-)
+from tests.models.gguf_files import VOCAB, byte_level, file_tensors, metadata
 
-from .case import (
-    Case,
-    World,
-    fail,
-    kind,
-    specdec,
-    specdec_works,
-)
-from .odd import (
-    MANY_DIGITS,
-    NUMBERS,
-    TEMPLATES,
-    TEXTS,
-    plant,
-    spoil_bytes,
-)
+from .case import Case, World, fail, kind, specdec, specdec_works
+from .odd import MANY_DIGITS, NUMBERS, TEMPLATES, TEXTS, plant, spoil_bytes
 
 # Value types of the format.
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)

@@ -11,24 +11,9 @@ from typing import Any
 from specdec.prefix_cache.entries import place_key
 from specdec.prefix_cache.files import digest
 
-from .case import (
-    Case,
-    World,
-    fail,
-    kind,
-    specdec,
-    specdec_works,
-)
+from .case import Case, World, fail, kind, specdec, specdec_works
 from .folders import sound_folder
-from .odd import (
-    TEXTS,
-    odd_value,
-    plant,
-    spoil_bytes,
-    spoil_text,
-    spoil_tree,
-    to_json,
-)
+from .odd import TEXTS, odd_value, plant, spoil_bytes, spoil_text, spoil_tree, to_json
 
 # Longer than a block of 256 tokens, so that entries stand on one another.
 BEGIN = "the ab 12 don't " * 45

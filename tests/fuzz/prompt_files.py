@@ -8,25 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .case import (
-    Answer,
-    Case,
-    World,
-    check_line,
-    fail,
-    kind,
-    specdec,
-    specdec_works,
-)
+from .case import Answer, Case, World, check_line, fail, kind, specdec, specdec_works
 from .folders import sound_folder
-from .odd import (
-    odd_value,
-    plant,
-    spoil_bytes,
-    spoil_text,
-    spoil_tree,
-    to_json,
-)
+from .odd import odd_value, plant, spoil_bytes, spoil_text, spoil_tree, to_json
 
 PROMPTS = ("12 the", "ab don't", "the the 1")
 KEYS = ("id", "task_id", "question_id", "prompt", "question", "messages", "turns",

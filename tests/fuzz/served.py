@@ -17,15 +17,7 @@ from specdec.errors import ConfigError
 from specdec.models import LoadedModel, load
 from specdec.outputs import GenerationResult
 
-from .case import (
-    Case,
-    World,
-    check_error,
-    check_line,
-    fail,
-    kind,
-    shown,
-)
+from .case import Case, World, check_error, check_line, fail, kind, shown
 from .folders import sound_folder
 from .odd import NUMBERS, TEXTS, odd_value
 

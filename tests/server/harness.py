@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
 from starlette.applications import Starlette
 
@@ -230,3 +232,29 @@ def running(decoder: Any, **options: Any) -> Iterator[Running]:
         yield server
     finally:
         server.stop()
+
+
+USER = {"role": "user", "content": "Hello there"}
+#: A sound request of each endpoint.
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [USER], "max_tokens": 4},
+    "completions": {"prompt": "Hello", "max_tokens": 4},
+    "responses": {"input": "Hello", "max_output_tokens": 4},
+    "messages": {"model": "tiny", "messages": [USER], "max_tokens": 4},
+}
+
+
+def post(
+    server: Running, path: str, headers: Any = None, **more: Any
+) -> httpx.Response:
+    """Send that request, with some fields of its own."""
+    url = f"{server.url}/v1/{path}"
+    return httpx.post(url, json={**BODIES[path], **more}, headers=headers, timeout=60)
+
+
+def until(condition: Callable[[], bool], seconds: float = 150) -> None:
+    """Wait for what comes without being asked for."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

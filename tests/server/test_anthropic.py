@@ -65,9 +65,7 @@ def test_messages_are_what_generate_gives(decoder: SpecDecoder, client: Any) -> 
     assert final.content[0].text == expected.text
     assert final.usage.output_tokens == expected.generated_tokens
     count = client.messages.count_tokens(
-        model="tiny",
-        messages=MESSAGES,
-        system=system[1]["text"],
+        model="tiny", messages=MESSAGES, system=system[1]["text"]
     )
     assert count.input_tokens == expected.prompt_tokens
     compared = client.messages.create(

@@ -12,24 +12,13 @@ import pytest
 
 from specdec.server import chat, completions, messages, responses
 from specdec.server.schema import Record
-from tests.server.harness import Running, running
+from tests.server.harness import BODIES, USER, Running, post, running
 
-USER = {"role": "user", "content": "Hello there"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-GOOD: dict[str, tuple[type[Record], dict[str, Any]]] = {
-    "/v1/chat/completions": (chat.ChatRequest, {"messages": [USER], "max_tokens": 1}),
-    "/v1/completions": (
-        completions.CompletionRequest,
-        {"prompt": "Hello", "max_tokens": 1},
-    ),
-    "/v1/messages": (
-        messages.MessageRequest,
-        {"model": "tiny", "messages": [USER], "max_tokens": 1},
-    ),
-    "/v1/responses": (
-        responses.ResponseRequest,
-        {"input": "Hello", "max_output_tokens": 1},
-    ),
+KINDS: dict[str, type[Record]] = {
+    "chat/completions": chat.ChatRequest,
+    "completions": completions.CompletionRequest,
+    "messages": messages.MessageRequest,
+    "responses": responses.ResponseRequest,
 }
 ODD: list[Any] = [
     True, -1, 0.5, 10**400, 1e308, -(2**63), "", "\x00", "a" * 300, [], [[]], {},
@@ -39,7 +28,7 @@ ODD: list[Any] = [
     [{"role": "tool", "content": "x"}], [{"role": "assistant", "tool_calls": [{}]}],
     {"function": {"name": "nobody"}, "type": "function"},
 ]  # fmt: skip
-BODIES = [
+NO_REQUESTS = [
     b"", b"{", b"[]", b"null", b"nan", b'"text"', b"\xff\xfe", b"{}" * 2, b"[" * 5000,
     b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}", b'{"a": NaN}', b"1e999",
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"9" * 5000,
@@ -55,8 +44,11 @@ def test_odd_requests(server: Running) -> None:
     rng = random.Random(0)
     sent = refused = 0
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        for path, (kind, good) in GOOD.items():
-            bodies: list[tuple[str | None, bytes]] = [(None, body) for body in BODIES]
+        for path, kind in KINDS.items():
+            good = BODIES[path]
+            bodies: list[tuple[str | None, bytes]] = [
+                (None, body) for body in NO_REQUESTS
+            ]
             for name in sorted(kind.known() - kind.accepted):
                 for value in rng.sample(ODD, 6):
                     body = {**good, name: value}
@@ -68,24 +60,21 @@ def test_odd_requests(server: Running) -> None:
                   for name, field in kind.model_fields.items() if field.is_required()),
             ]  # fmt: skip
             for odd, data in bodies:
-                found = client.post(
-                    path, content=data, headers={"content-type": "application/json"}
-                )
+                json_type = {"content-type": "application/json"}
+                answer = client.post(f"/v1/{path}", content=data, headers=json_type)
                 sent += 1
-                if found.status_code == 200:
+                if answer.status_code == 200:
                     assert odd is not None, data
                     continue
                 refused += 1
                 # Of a server that lacks a model's feature it is 400, too.
-                assert found.status_code in (400, 404), (path, data[:200], found.text)
-                error = found.json()["error"]
+                assert answer.status_code in (400, 404), (path, data[:200], answer.text)
+                error = answer.json()["error"]
                 assert error["message"].isprintable()
-                if odd is not None and path != "/v1/messages":
+                if odd is not None and path != "messages":
                     where = f"{error['param']} {error['message']}"
                     assert odd.partition("_")[0] in where, (odd, where)
-        assert client.post(
-            "/v1/completions", json=GOOD["/v1/completions"][1]
-        ).is_success
+    assert post(server, "completions").is_success
     assert sent >= 300
     assert refused >= 300
     assert server.service.engine.pending == 0
@@ -108,55 +97,46 @@ def guarded(decoder: Any) -> Iterator[Running]:
 def test_keys_limits_and_origins(guarded: Running) -> None:
     """Each limit is one of its own, named in the error."""
     key = {"authorization": "Bearer secret"}
-    ask = {"messages": [USER], "max_tokens": 1}
-    with httpx.Client(base_url=guarded.url, timeout=60) as client:
-
-        def post(headers: dict[str, str] = key, **more: Any) -> httpx.Response:
-            body = {**ask, **more}
-            return client.post("/v1/chat/completions", json=body, headers=headers)
-
-        for headers in ({}, {"authorization": "Bearer no"}, {"x-api-key": "é"}):
-            answer = post({k: v.encode("latin-1") for k, v in headers.items()})  # type: ignore[misc]
-            assert answer.status_code == 401
-            assert answer.json()["error"]["code"] == "invalid_api_key"
-            assert client.get("/metrics", headers=headers and key).status_code in (
-                200,
-                401,
-            )
-        assert client.get("/v1/models").status_code == 401
-        assert client.get("/health").json() == {"status": "ok"}
-        assert post({"x-api-key": "secret"}).status_code == 200
-        assert post(model="tiny").json()["model"] == "tiny"
-        assert post().json()["model"] == "small"
-        assert post(model="x").json()["error"]["code"] == "model_not_found"
-        assert post(max_tokens=41).json()["error"]["param"] == "max_tokens"
-        long = [{"role": "user", "content": "word " * 60}]
-        assert post(messages=long).json()["error"]["code"] == "context_length_exceeded"
-        huge = [{"role": "user", "content": "word " * 6000}]
-        assert post(messages=huge).status_code == 413
-        text = client.post("/v1/completions", content=b"{}", headers=key)
-        assert text.status_code == 415
-        assert client.get("/v1/completions", headers=key).status_code == 405
-        lost = client.post("/v1/embeddings", json={}, headers=key)
-        assert (lost.status_code, "error" in lost.json()) == (404, True)
-        for origin, allowed in (("http://a.b", True), ("http://c.d", False)):
-            asked = client.options(
-                "/v1/chat/completions",
-                headers={
-                    "origin": origin,
-                    "access-control-request-method": "POST",
-                    "access-control-request-headers": "content-type",
-                },
-            )
-            found = asked.headers.get("access-control-allow-origin")
-            assert (found == origin) is allowed
-        models = client.get("/v1/models", headers=key).json()["data"]
+    long, huge = ([{**USER, "content": "word " * n}] for n in (60, 6000))
+    for headers, more, status, code in (
+        ({}, {}, 401, "invalid_api_key"),
+        ({"authorization": "Bearer no"}, {}, 401, "invalid_api_key"),
+        ({"x-api-key": "é".encode("latin-1")}, {}, 401, "invalid_api_key"),
+        ({"x-api-key": "secret"}, {}, 200, None),
+        (key, {"model": "x"}, 404, "model_not_found"),
+        (key, {"max_tokens": 41}, 400, "invalid_value"),
+        (key, {"messages": long}, 400, "context_length_exceeded"),
+        (key, {"messages": huge}, 413, "request_too_large"),
+    ):
+        answer = post(guarded, "chat/completions", headers, **more)
+        assert answer.status_code == status, (headers, more)
+        assert code is None or answer.json()["error"]["code"] == code
+    for name, more in (("small", {}), ("tiny", {"model": "tiny"})):
+        answer = post(guarded, "chat/completions", key, **more)
+        assert answer.json()["model"] == name
+    with httpx.Client(base_url=guarded.url, timeout=60, headers=key) as client:
+        for path, status in (
+            ("/v1/models/tiny", 200), ("/v1/models/x", 404), ("/v1/completions", 405),
+            ("/v1/embeddings", 404),
+        ):  # fmt: skip
+            answer = client.get(path)
+            assert (answer.status_code, "error" in answer.json()) == (
+                status, status > 200,
+            )  # fmt: skip
+        assert client.post("/v1/completions", content=b"{}").status_code == 415
+        models = client.get("/v1/models").json()["data"]
         assert [model["id"] for model in models] == ["small", "tiny"]
-        assert client.get("/v1/models/tiny", headers=key).json()["id"] == "tiny"
-        assert client.get("/v1/models/x", headers=key).status_code == 404
-        metrics = client.get("/metrics", headers=key).text
+        metrics = client.get("/metrics").text
         assert "specdec_acceptance_length" in metrics
         assert 'outcome="refused"' in metrics
+        for origin, allowed in (("http://a.b", True), ("http://c.d", False)):
+            asked = {"origin": origin, "access-control-request-method": "POST",
+                     "access-control-request-headers": "content-type"}  # fmt: skip
+            answer = client.options("/v1/chat/completions", headers=asked)
+            said = answer.headers.get("access-control-allow-origin")
+            assert (said == origin) is allowed
+    assert httpx.get(f"{guarded.url}/v1/models").status_code == 401
+    assert httpx.get(f"{guarded.url}/health").json() == {"status": "ok"}
 
 
 def test_a_page_elsewhere_cannot_ask(server: Running) -> None:

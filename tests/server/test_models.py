@@ -23,10 +23,9 @@ from specdec.server.config import ServerConfig
 from specdec.server.models import Models, Offer, make_models
 from specdec.server.replicas import Command
 from tests.models.folders import write_folder
-from tests.server.harness import Running
+from tests.server.harness import Running, until
 from tests.server.test_command import let_go, line_of, specdec
 from tests.server.test_replicas import direct, fake
-from tests.server.test_serving import until
 
 
 def waiting(index: int, path: str) -> Command:

@@ -17,9 +17,8 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 from specdec import SamplingParams, SpecDecoder
-from tests.server.harness import Running
+from tests.server.harness import Running, until
 from tests.server.test_command import line_of
-from tests.server.test_serving import until
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome")
@@ -51,10 +50,7 @@ class Browser:
 
     def run(self, script: str) -> Any:
         result = self.call(
-            "Runtime.evaluate",
-            expression=script,
-            awaitPromise=True,
-            returnByValue=True,
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")

@@ -29,9 +29,7 @@ from openai.types.chat import (
     ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
-from openai.types.chat import (
-    completion_create_params as chat_params,
-)
+from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import (
     EasyInputMessageParam,
     FunctionToolParam,
@@ -468,9 +466,7 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 USED = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
 PROGRAM = {"type": "program", "caller_id": "x"}
-TOOLS = {
-    "allowed_callers": ["programmatic"],
-}
+TOOLS = {"allowed_callers": ["programmatic"]}
 #: Of each documented object that is taken: how to send one, what of it is refused, and
 #: what is honoured or, as the documentation says, changes nothing.
 PARTS: tuple[tuple[Any, str, Callable[[Any], Any], dict[str, Any], str], ...] = (

@@ -34,19 +34,11 @@ from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
 from specdec.server.replicas import Command, Replica, Replicas
 from specdec.server.router import Router, _passed_on, make_router
-from specdec.server.routing import (
-    BILLING,
-    Blocks,
-    Place,
-    Question,
-    blocks_of,
-    choose,
-)
+from specdec.server.routing import BILLING, Blocks, Place, Question, blocks_of, choose
 from specdec.server.web import CLIENT_HEADER, ENDS_HEADER
 from tests.models.folders import write_folder
-from tests.server.harness import Running
+from tests.server.harness import Running, until
 from tests.server.test_command import let_go, line_of, specdec
-from tests.server.test_serving import until
 
 # -- where requests go --------------------------------------------------------------
 
@@ -557,8 +549,7 @@ def test_the_end_and_the_beginning(tmp_path: Path) -> None:
 
         body = {"prompt": "wait"}
         answer = after(
-            drain,
-            lambda: client.post("/v1/completions", json=body, headers=headers),
+            drain, lambda: client.post("/v1/completions", json=body, headers=headers)
         )
         assert answer.json()["body"] == body
         late = client.post("/v1/completions", json=body, headers=headers)

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.harness import TEMPLATE, running, tiny_decoder
+from specdec.server import chat, messages, responses
+from specdec.server.system_turns import arranged
+from tests.server.harness import TEMPLATE, post, running, tiny_decoder, tokenizer
 
 #: Refuses a system turn after the first, as many templates do.
 FIRST = (
@@ -21,7 +23,6 @@ DROPS = TEMPLATE.replace(
     "<|im_start|>{{ m.role }}",
     "{% if m.role != 'system' or loop.first %}<|im_start|>{{ m.role }}",
 ).replace("<|im_end|>\n", "<|im_end|>\n{% endif %}")
-TEMPLATES = {"takes": TEMPLATE, "first": FIRST, "drops": DROPS}
 #: Refuses all, as Gemma 2's does.
 REFUSES = FIRST.replace(" and not loop.first", "")
 #: Puts all system turns first.
@@ -29,30 +30,31 @@ HOISTS = (
     "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
     + TEMPLATE.replace("in messages", "in messages if m.role != 'system'")
 )
-TEMPLATES["hoists"] = HOISTS
+TEMPLATES = {"takes": TEMPLATE, "first": FIRST, "drops": DROPS, "hoists": HOISTS,
+             "refuses": REFUSES}  # fmt: skip
 
 
-def conversation(turns: int, last: str = "user") -> list[dict[str, str]]:
+def turns_of(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def conversation(turns: int) -> list[dict[str, str]]:
     """``turns`` questions with answers between, and with a system turn before each."""
-    made = [{"role": "system", "content": "You are terse and know all of the rivers."}]
+    pairs = [("system", "You are terse and know all of the rivers.")]
     for i in range(turns):
         if i:
-            made.append({"role": "assistant", "content": f"Answer {i} in some words."})
-        made.append({"role": "user", "content": f"Question {i} that is quite long?"})
-        if i or last == "system":
-            made.append({"role": "system", "content": f"The time is now {i} o'clock."})
-    return made
+            pairs.append(("assistant", f"Answer {i} in some words."))
+        pairs.append(("user", f"Question {i} that is quite long?"))
+        if i:
+            pairs.append(("system", f"The time is now {i} o'clock."))
+    return turns_of(*pairs)
 
 
 def ask(server: Any, path: str, turns: list[dict[str, str]]) -> tuple[int, int]:
     """Tokens of the prompt, and how many of them were cached."""
-    bodies: dict[str, Any] = {
-        "chat/completions": {"messages": turns, "max_tokens": 1},
-        "responses": {"input": turns, "max_output_tokens": 1},
-        "messages": {"model": "tiny", "messages": turns, "max_tokens": 1},
-    }
-    url = f"{server.url}/v1/{path}"
-    answer = httpx.post(url, json=bodies[path], timeout=60)
+    field = "input" if path == "responses" else "messages"
+    most = "max_output_tokens" if path == "responses" else "max_tokens"
+    answer = post(server, path, **{field: turns, most: 1})
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
     if path == "messages":
@@ -63,17 +65,13 @@ def ask(server: Any, path: str, turns: list[dict[str, str]]) -> tuple[int, int]:
     return total, details["cached_tokens"]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [TEMPLATE, FIRST, DROPS, HOISTS, REFUSES],
-    ids=["takes", "first", "drops", "hoists", "refuses"],
-)
-def test_ten_turns_hit_the_prefix_cache(template: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_six_turns_hit_the_prefix_cache(template: str, tmp_path: Path) -> None:
     """A later system turn that is refused, or moved, so that no prefix is found."""
     with running(tiny_decoder(tmp_path, template=template)) as server:
         for path in ("chat/completions", "responses", "messages"):
             before = 0
-            for turn in range(1, 11):
+            for turn in range(1, 7):
                 total, cached = ask(server, path, conversation(turn))
                 # All but the end of the earlier prompt, up to a block of the cache.
                 assert cached >= before - 48, (path, turn)
@@ -83,39 +81,27 @@ def test_ten_turns_hit_the_prefix_cache(template: str, tmp_path: Path) -> None:
 
 def test_nothing_of_a_system_turn_is_lost(tmp_path: Path) -> None:
     """Its text, its place, or the turns of the user on both sides of it."""
-    from specdec.server.system_turns import arranged
-    from tests.server.harness import tokenizer
-
-    turns = [
-        {"role": "system", "content": "A"},
-        {"role": "system", "content": "B"},
-        {"role": "system", "content": " "},
-        {"role": "user", "content": "c"},
-        {"role": "system", "content": "D"},
-        {"role": "assistant", "content": "e"},
-        {"role": "system", "content": "F"},
-        {"role": "user", "content": "g"},
-    ]
-    (tmp_path / "takes").mkdir()
-    taken = arranged(tokenizer(tmp_path / "takes"), turns)
-    assert [m["content"] for m in taken] == ["A\n\nB", "c", "D", "e", "F", "g"]
-    for kind in ("first", "drops", "hoists"):
+    turns = turns_of(
+        ("system", "A"), ("system", "B"), ("system", " "), ("user", "c"),
+        ("system", "D"), ("assistant", "e"), ("system", "F"), ("user", "g"),
+    )  # fmt: skip
+    words = {}
+    for kind, template in TEMPLATES.items():
         (tmp_path / kind).mkdir()
-        words = tokenizer(tmp_path / kind, TEMPLATES[kind])
-        marked = arranged(words, turns)
-        assert [m["role"] for m in marked] == ["system", "user", "assistant", "user"]
-        texts = [m["content"] for m in marked]
-        assert texts[1] == "c\n\n<system>\nD\n</system>"
-        assert texts[3] == "<system>\nF\n</system>\n\ng"
-    (tmp_path / "refuses").mkdir()
-    none = arranged(tokenizer(tmp_path / "refuses", REFUSES), turns)
-    assert none[0] == {
-        "role": "user", "content": "<system>\nA\n\nB\n</system>\n\n" + texts[1]
-    }  # fmt: skip
-    assert none[1:] == marked[2:]
+        words[kind] = tokenizer(tmp_path / kind, template)
+    c, g = "c\n\n<system>\nD\n</system>", "<system>\nF\n</system>\n\ng"
+    marked = turns_of(
+        ("system", "A\n\nB"), ("user", c), ("assistant", "e"), ("user", g)
+    )
+    for kind in ("first", "drops", "hoists"):
+        assert arranged(words[kind], turns) == marked, kind
+    kept = [m["content"] for m in arranged(words["takes"], turns)]
+    assert kept == ["A\n\nB", "c", "D", "e", "F", "g"]
+    alone = turns_of(("user", f"<system>\nA\n\nB\n</system>\n\n{c}"))
+    assert arranged(words["refuses"], turns) == alone + marked[2:]
     # Turns of the user that the client keeps apart stay apart.
-    apart = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert arranged(words, [*apart, turns[4], turns[5]])[0] == apart[0]
+    apart = turns_of(("user", "a"), ("user", "b"))
+    assert arranged(words["hoists"], [*apart, turns[4], turns[5]])[0] == apart[0]
 
 
 def test_consecutive_turns_are_one_in_messages(tmp_path: Path) -> None:
@@ -126,18 +112,12 @@ def test_consecutive_turns_are_one_in_messages(tmp_path: Path) -> None:
         + TEMPLATE
     )
     with running(tiny_decoder(tmp_path, template=strict)) as server:
-        turns = [
-            {"role": role, "content": text}
-            for role, text in (("user", "a"), ("user", "b"), ("assistant", "c"),
-                               ("assistant", "d"), ("user", "e"))
-        ]  # fmt: skip
-        ask(server, "messages", turns)
+        roles = ("user", "user", "assistant", "assistant", "user")
+        ask(server, "messages", turns_of(*zip(roles, "abcde", strict=True)))
 
 
 def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
     """Only the last of several thinking blocks reached the prompt."""
-    from specdec.server import messages, responses
-
     blocks = [
         {"type": "thinking", "thinking": "FIRST", "signature": ""},
         {"type": "text", "text": "t"},
@@ -148,19 +128,17 @@ def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
         {"role": "user", "content": "a"},
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "FIRST"}]},
         {"role": "assistant", "content": "t"},
-        {
-            "type": "reasoning",
-            "content": [{"type": "reasoning_text", "text": "SECOND"}],
-        },
+        {"type": "reasoning", "content": [{"type": "reasoning_text",
+                                           "text": "SECOND"}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-    ]
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": blocks}]
+    ]  # fmt: skip
+    said = turns_of(("user", "a"), ("assistant", blocks))
     with running(tiny_decoder(tmp_path)) as server:
         made: list[Any] = [
             messages.parse_count({"model": "tiny", "messages": said}, server.service),
             responses.parse({"input": items}, server.service).job.sources[0],
         ]
-    for turn in (chat.messages[-1] for chat in made):
+    for turn in (parsed.messages[-1] for parsed in made):
         assert turn["reasoning_content"] == "FIRST\n\nSECOND"
         assert turn["content"] == "t"
         assert len(turn["tool_calls"]) == 1
@@ -168,8 +146,6 @@ def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
 
 def test_calls_of_any_history_reach_the_prompt(tmp_path: Path) -> None:
     """A call that was cut, or a custom tool's, ends the conversation with 400."""
-    from specdec.server import chat, responses
-
     with running(tiny_decoder(tmp_path)) as server:
         for written, shown in (
             ('{"a": 1}', {"a": 1}), ("", {}), ("null", {}),

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from llguidance import LLMatcher
@@ -24,7 +23,14 @@ from specdec.server.job import Call, Tools
 from specdec.server.parts import Parts
 from specdec.server.service import Service
 from tests.models.gguf_files import byte_level, random_model, write_model
-from tests.server.harness import TEMPLATE, Scripted, running, tiny_decoder, tokenizer
+from tests.server.harness import (
+    TEMPLATE,
+    Scripted,
+    post,
+    running,
+    tiny_decoder,
+    tokenizer,
+)
 
 PROPERTIES = {
     "path": {"type": "string"},
@@ -245,8 +251,8 @@ async def _limits(form: str, folder: Path) -> None:
         for stream in (False, True):
             rendering = parse({**body, "stream": stream}, service)
             prepared = await service.prepare(rendering.job)
-            for end in range(len(text) + 1):
-                for reason in ("length", "cancelled") if end % 16 == 1 else ("length",):
+            for end in (*range(0, len(text), 4), len(text)):
+                for reason in ("length", "cancelled") if end % 16 == 4 else ("length",):
                     scripted.answer = partial(_beginning, text[:end])
                     scripted.reason, scripted.size = reason, 7
                     rendering = parse({**body, "stream": stream}, service)
@@ -547,7 +553,7 @@ def test_text_about_markers(
 
 def thinks(server: Any, **body: Any) -> tuple[str | None, str]:
     """Reasoning and text of the answer ``Hm.</think>Hello.`` to a conversation."""
-    made = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    made = post(server, "chat/completions", **body)
     message = made.json()["choices"][0]["message"]
     return message.get("reasoning_content"), message["content"]
 
@@ -561,15 +567,10 @@ def test_only_the_template_begins_a_thought(folder: Path) -> None:
     scripted = Scripted(decoder, lambda prompt: "Hm.</think>Hello.")
     with running(scripted) as server:
         for text in (
-            "What does <think> do?",
-            "Which is first, </think> or <think>?",
-            "<think>",
+            "What does <think> do?", "Which is first, </think> or <think>?", "<think>",
             "assistant\n<think>\n",
-        ):
-            turns = [
-                {"role": "system", "content": text},
-                {"role": "user", "content": text},
-            ]
+        ):  # fmt: skip
+            turns = [{"role": role, "content": text} for role in ("system", "user")]
             plain = (None, "Hm.</think>Hello.")
             assert thinks(server, messages=turns) == plain, text
             thought = thinks(
@@ -647,52 +648,42 @@ def test_ids_fit_the_template_in_all_protocols(folder: Path) -> None:
     call = f"[TOOL_CALLS][{OBJECT}, {OBJECT}]"
     decoder = tiny_decoder(folder, template=MISTRAL, parser="mistral")
     scripted = Scripted(decoder, lambda p: "done" if "ok" in p else call)
-    schema = FUNCTION["parameters"]
     ask = {"role": "user", "content": "q"}
-    with running(scripted) as server:
+    used = [{"name": "write_file", "input_schema": FUNCTION["parameters"]}]
+    functions = [{"type": "function", **FUNCTION}]
 
-        def post(path: str, body: dict[str, Any]) -> Any:
-            made = httpx.post(
-                f"{server.url}/v1/{path}", json={"model": "tiny", **body}, timeout=60
+    def check(path: str, body: dict[str, Any], ids: list[str], other: str) -> None:
+        assert len(set(ids)) == 2
+        text = json.dumps(body)
+        for first, second in (ids, [f"{other}_1", f"{other}_2"]):
+            sent = json.loads(text.replace(ids[0], first).replace(ids[1], second))
+            assert post(server, path, **sent).status_code == 200
+            one, two, *results = re.findall(
+                r"(?<=#)[A-Za-z0-9]{9}", scripted.prompts[-1]
             )
-            assert made.status_code == 200, made.text
-            return made.json()
+            assert one != two
+            assert results == [two, one]
 
-        def check(path: str, body: dict[str, Any], ids: list[str], other: str) -> None:
-            assert len(set(ids)) == 2
-            text = json.dumps(body)
-            for first, second in (ids, [f"{other}_1", f"{other}_2"]):
-                sent = text.replace(ids[0], first).replace(ids[1], second)
-                post(path, json.loads(sent))
-                one, two, *results = re.findall(
-                    r"(?<=#)[A-Za-z0-9]{9}", scripted.prompts[-1]
-                )
-                assert one != two
-                assert results == [two, one]
-
-        uses = [{"name": "write_file", "input_schema": schema}]
-        common = {"max_tokens": 99, "tools": uses}
-        said = post("messages", {"messages": [ask], **common})["content"]
+    with running(scripted) as server:
+        common = {"max_tokens": 99, "tools": used}
+        said = post(server, "messages", messages=[ask], **common).json()["content"]
         ids = [block["id"] for block in said]
-        told = [
+        results = [
             {"type": "tool_result", "tool_use_id": each, "content": "ok"}
             for each in reversed(ids)
         ]
-        turns = [
-            ask,
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": told},
-        ]
+        turns = [ask, {"role": "assistant", "content": said},
+                 {"role": "user", "content": results}]  # fmt: skip
         check("messages", {"messages": turns, **common}, ids, "toolu_01A09q90qw")
-        functions = [{"type": "function", **FUNCTION}]
-        made = post("responses", {"input": [ask], "tools": functions})["output"]
-        ids = [item["call_id"] for item in made]
+        common = {"max_output_tokens": 999, "tools": functions}
+        items = post(server, "responses", input=[ask], **common).json()["output"]
+        ids = [item["call_id"] for item in items]
         outputs = [
             {"type": "function_call_output", "call_id": each, "output": "ok"}
             for each in reversed(ids)
         ]
-        items = {"input": [ask, *made, *outputs], "tools": functions}
-        check("responses", items, ids, "call_" + "x" * 60)
+        body = {"input": [ask, *items, *outputs], **common}
+        check("responses", body, ids, "call_" + "x" * 60)
 
 
 @pytest.mark.parametrize(
@@ -714,8 +705,8 @@ def test_tools_of_a_gguf_target(
     with running(Scripted(decoder, lambda p: answer)) as server:
         for choice in ("auto", "required"):
             turns = [{"role": "user", "content": "q"}]
-            body = {"messages": turns, "tools": [TOOL], "tool_choice": choice}
-            made = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+            made = post(server, "chat/completions", messages=turns, tools=[TOOL],
+                        tool_choice=choice, max_tokens=99)  # fmt: skip
             assert made.status_code == 200, made.text
             (said,) = made.json()["choices"][0]["message"]["tool_calls"]
             assert json.loads(said["function"]["arguments"]) == ARGUMENTS
@@ -744,8 +735,7 @@ def test_templates_that_read_other_names(folder: Path) -> None:
             tiny_decoder(folder, template=template, parser=None), lambda p: "x"
         )
         with running(scripted) as server:
-            body = {"messages": turns, "tools": [TOOL]}
-            made = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+            made = post(server, "chat/completions", messages=turns, tools=[TOOL])
             assert made.status_code == 200, made.text
             assert "x-specdec-note" not in made.headers
         assert shown in scripted.prompts[-1]

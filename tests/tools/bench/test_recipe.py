@@ -18,17 +18,10 @@ from specdec.tools.bench.recipe import Recipe, shipped_recipes
 from .conftest import TINY
 
 SHIPPED = {
-    "acceptance-quick",
-    "acceptance-humaneval",
-    "acceptance-gsm8k",
-    "acceptance-specbench",
-    "batch-sweep",
-    "distilled",
-    "jobs",
-    "kv-quant",
-    "long-context",
-    "prefix",
-}
+    "acceptance-quick", "acceptance-humaneval", "acceptance-gsm8k",
+    "acceptance-specbench", "batch-sweep", "distilled", "jobs", "kv-quant",
+    "long-context", "prefix",
+}  # fmt: skip
 
 
 def test_every_shipped_recipe_can_be_read() -> None:
@@ -57,100 +50,89 @@ def test_settings_replace_values(tiny: Callable[..., Recipe]) -> None:
     assert recipe.run.max_tokens == 9
 
 
+#: Settings, and a part of what each is refused with.
+WRONG = """\
+batch=0 | sweep.batch is 0: it must be 1 or more
+batch=[] | sweep.batch is []: it must be one value or more
+batch=[1, 1] | sweep.batch is [1, 1]: it must be a list without
+batch=many | sweep.batch is 'many', not a whole number
+batch=[2, 1.5] | sweep.batch[1] is 1.5, not a whole number
+batch=true | sweep.batch is True, not a whole number
+temperature=nan | sweep.temperature is nan
+num_draft_tokens=[0] | sweep.num_draft_tokens[0] is 0: it must be 1
+num_draft_tokens=car | is 'car', not a whole number or auto
+least_tokens=10 | run.least_tokens is 10: it must be at most
+source=[] | prompts.source is []
+source=['random:5', 'file:x'] | must be random:LENGTH alone, or files
+temperature=-1 | sweep.temperature is -1
+kv_bits=3 | sweep.kv_bits is 3: it must be 0, 4 or 8
+context=-1 | sweep.context is -1
+prefix_cache=1 | sweep.prefix_cache is 1, not true or false
+max_tokens=1 | run.max_tokens is 1
+repeat=0 | run.repeat is 0
+seed=-1 | run.seed is -1
+title='' | title is ''
+target=3 | target is 3, not a text
+draft=self:5bit | draft 'self:5bit' is not known
+dtype=float8 | dtype is 'float8': it must be float32, bfloat16
+source=nowhere | prompts.source is 'nowhere'
+source=random:0 | prompts.source is 'random:0'
+source=random:999999999 | random:LENGTH, LENGTH from 1 to 1048576
+source=file:x | random models take random:LENGTH
+chat_template=3 | prompts.chat_template is 3
+tempo=3 | unknown key `tempo`; valid keys: draft, dtype
+run.tempo=3 | unknown key `run.tempo`; valid keys: end_of_sequence
+max_token=3 | ; did you mean run.max_tokens?
+runs.max_tokens=3 | run; did you mean run.max_tokens?
+run.batch=3 | ; did you mean sweep.batch?
+promts=x | ; did you mean prompts?
+walk.tempo=3 | no section 'walk': there are prompts, sweep, run
+sweep=3 | sweep is 3: it must be a table, [sweep]
+batch | --set 'batch': write KEY=VALUE
+"""
+
+
+@pytest.mark.parametrize("wrong", WRONG.splitlines())
+def test_what_cannot_work_is_one_line_that_names_its_key(
+    tiny: Callable[..., Recipe], wrong: str
+) -> None:
+    setting, _, message = wrong.partition(" | ")
+    with pytest.raises(ConfigError) as error:
+        tiny(setting)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("text", "message"),
     [
-        ("batch=0", "sweep.batch is 0: it must be 1 or more"),
-        ("batch=[]", "sweep.batch is []: it must be one value or more"),
-        ("batch=[1, 1]", "sweep.batch is [1, 1]: it must be a list without"),
-        ("batch=many", "sweep.batch is 'many', not a whole number"),
-        ("batch=[2, 1.5]", "sweep.batch[1] is 1.5, not a whole number"),
-        ("batch=true", "sweep.batch is True, not a whole number"),
-        ("temperature=nan", "sweep.temperature is nan"),
-        (
-            "num_draft_tokens=[0]",
-            "sweep.num_draft_tokens[0] is 0: it must be 1",
-        ),
-        (
-            "num_draft_tokens=car",
-            "is 'car', not a whole number or auto",
-        ),
-        ("least_tokens=10", "run.least_tokens is 10: it must be at most"),
-        ("source=[]", "prompts.source is []"),
-        ("source=['random:5', 'file:x']", "must be random:LENGTH alone, or files"),
-        ("jobs=true", "unknown key `jobs`"),
-        ("temperature=-1", "sweep.temperature is -1"),
-        ("kv_bits=3", "sweep.kv_bits is 3: it must be 0, 4 or 8"),
-        ("context=-1", "sweep.context is -1"),
-        ("prefix_cache=1", "sweep.prefix_cache is 1, not true or false"),
-        ("max_tokens=1", "run.max_tokens is 1"),
-        ("repeat=0", "run.repeat is 0"),
-        ("mlx_lm=1", "run.mlx_lm is 1"),
-        ("seed=-1", "run.seed is -1"),
-        ("title=''", "title is ''"),
-        ("target=3", "target is 3, not a text"),
-        ("draft=self:5bit", "draft 'self:5bit' is not known"),
-        ("dtype=float8", "dtype is 'float8': it must be float32, bfloat16"),
-        ("source=nowhere", "prompts.source is 'nowhere'"),
-        ("source=random:0", "prompts.source is 'random:0'"),
-        ("source=random:999999999", "random:LENGTH, LENGTH from 1 to 1048576"),
-        ("source=file:x", "random models take random:LENGTH"),
-        ("count=0", "prompts.count is 0"),
-        ("chat_template=3", "prompts.chat_template is 3"),
-        ("tempo=3", "unknown key `tempo`; valid keys: draft, dtype"),
-        ("run.tempo=3", "unknown key `run.tempo`; valid keys: end_of_sequence"),
-        ("max_token=3", "; did you mean run.max_tokens?"),
-        ("run.max_token=3", "; did you mean run.max_tokens?"),
-        ("runs.max_tokens=3", "run; did you mean run.max_tokens?"),
-        ("run.batch=3", "; did you mean sweep.batch?"),
-        ("prompt.source=x", "; did you mean prompts.source?"),
-        ("traget=x", "; did you mean target?"),
-        ("promts=x", "; did you mean prompts?"),
-        ("walk.tempo=3", "no section 'walk': there are prompts, sweep, run"),
-        ("sweep=3", "sweep is 3: it must be a table, [sweep]"),
-        ("batch", "--set 'batch': write KEY=VALUE"),
+        (None, "no such file"),
+        ("title = \n", "cannot be read: not TOML"),
+        ("title = 'x'\n", "source is missing: give it"),
+        ("sweep = 3\n[prompts]\nsource = 'file:x'\n", "sweep is 3: it must be a table"),
+        ("a" + ".a" * 5000 + " = 1", "nested too deep"),
+        ("a = " + "[" * 5000, "nested too deep"),
+        ("a = " + "9" * 5000, "too many digits"),
+        (TINY.replace("repeat = 2", "repeat = 1000000000"), "lower run.repeat"),
+        (TINY.replace("random:9", "random:\u0663"), "random:LENGTH, LENGTH from 1 to"),
+        (TINY.replace("batch = [1, 2]", "batch = [" + "9" * 400 + "]"), "at most"),
     ],
 )
-def test_what_cannot_work_is_one_line_that_names_its_key(
-    tiny: Callable[..., Recipe], setting: str, message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        tiny(setting)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_setting_in_what_is_no_section(tmp_path: Path) -> None:
-    file = tmp_path / "odd.toml"
-    file.write_text("sweep = 3\n[prompts]\nsource = 'file:x'\n", "utf-8")
-    with pytest.raises(ConfigError, match="sweep is 3: it must be a table"):
-        Recipe.read(file, ["batch=1"])
-
-
-def test_files_that_are_no_recipes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no recipe 'nothing': name a"):
-        Recipe.read("nothing")
-    with pytest.raises(ConfigError, match="no such file"):
-        Recipe.read(tmp_path / "nothing.toml")
-    odd = tmp_path / "odd.toml"
-    odd.write_text("title = \n", "utf-8")
-    with pytest.raises(ConfigError, match="cannot be read: not TOML"):
-        Recipe.read(odd)
-    odd.write_text("title = 'x'\n", "utf-8")
-    with pytest.raises(ConfigError, match="source is missing: give it"):
-        Recipe.read(odd)
+def test_recipes_of_any_kind(text: str | None, message: str, tmp_path: Path) -> None:
+    """They end in errors of Python's own, or in lists that fill the memory."""
+    if text is not None:
+        (tmp_path / "a.toml").write_text(text, "utf-8")
+    with pytest.raises(ConfigError) as error:
+        Recipe.read(tmp_path / "a.toml")
+    assert message in str(error.value)
 
 
 def test_cells_and_their_turns(tiny: Callable[..., Recipe]) -> None:
     """All that is compared shares its conditions; turns rotate; none comes twice."""
     recipe = tiny("num_draft_tokens=[2, 'auto']", "temperature=[0, 1]")
     conditions = conditions_of(recipe)
-    assert [(c.temperature, c.batch) for c in conditions] == [
-        (0, 1),
-        (0, 2),
-        (1, 1),
-        (1, 2),
-    ]
+    order = [(c.temperature, c.batch) for c in conditions]
+    assert order == [(0, 1), (0, 2), (1, 1), (1, 2)]
     names = [cell.label for cell in cells_of(recipe, conditions[1])]
     assert names == [
         "mlx-lm, batch_generate",
@@ -167,29 +149,6 @@ def test_cells_and_their_turns(tiny: Callable[..., Recipe]) -> None:
     of_first = [u for u in units if u.cell.conditions == conditions[0]]
     assert [u.cell.label for u in of_first[:15:5]] == alone[:3]
     assert [u.number for u in of_first] == [0] * 5 + [1] * 5 + [2] * 5
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a" + ".a" * 5000 + " = 1", "nested too deep"),
-        ("a = " + "[" * 5000, "nested too deep"),
-        ("a = " + "9" * 5000, "too many digits"),
-        (
-            "target = 5\n[prompts]\nsource = 'file:x'",
-            "target is 5, not a text",
-        ),
-        (TINY.replace("repeat = 2", "repeat = 1000000000"), "lower run.repeat"),
-        (TINY.replace("random:9", "random:\u0663"), "random:LENGTH, LENGTH from 1 to"),
-        (TINY.replace("batch = [1, 2]", "batch = [" + "9" * 400 + "]"), "at most"),
-    ],
-)
-def test_recipes_of_any_kind(text: str, message: str, tmp_path: Path) -> None:
-    """They end in errors of Python's own, or in lists that fill the memory."""
-    (tmp_path / "a.toml").write_text(text, "utf-8")
-    with pytest.raises(ConfigError) as error:
-        Recipe.read(tmp_path / "a.toml")
-    assert message in str(error.value)
 
 
 # -- prompts -----------------------------------------------------------------
@@ -234,19 +193,16 @@ def test_prompts_of_a_file_have_their_category(questions: Path) -> None:
     assert encoded.available == 7
 
 
-def test_a_few_prompts_are_spread_over_the_file(questions: Path) -> None:
+def test_prompts_of_a_part_of_a_file(questions: Path) -> None:
+    """They come from one end of it, or have contexts of their own."""
     encoded = encode_set(from_file(questions, "count = 3"), MODEL, 9)
     assert encoded.categories == ["a", "a", "b"]
     assert [len(ids) for ids in encoded.token_ids] == [1, 3, 5]
-
-
-def test_context_is_the_same_for_all(questions: Path) -> None:
-    encoded = encode_set(from_file(questions, "count = 2"), MODEL, 9)
-    own = encoded.token_ids
     longer = encoded.after(50)
-    assert [ids[50:] for ids in longer] == own
+    assert [ids[50:] for ids in longer] == encoded.token_ids == encoded.after(0)
     assert longer[0][:50] == longer[1][:50]
-    assert encoded.after(0) == own
+    with pytest.raises(PromptError, match="has 7 prompts, 8 are needed: lower"):
+        encode_set(from_file(questions, "count = 8"), MODEL, 9)
 
 
 def test_random_prompts_that_take_all_memory(tiny: Callable[..., Recipe]) -> None:
@@ -254,11 +210,6 @@ def test_random_prompts_that_take_all_memory(tiny: Callable[..., Recipe]) -> Non
     many = tiny("source=random:100000", "count=10000")
     with pytest.raises(ConfigError, match="or LENGTH"):
         encode_set(many, MODEL, 9)
-
-
-def test_too_few_prompts(questions: Path) -> None:
-    with pytest.raises(PromptError, match="has 7 prompts, 8 are needed: lower"):
-        encode_set(from_file(questions, "count = 8"), MODEL, 9)
 
 
 def test_prompts_are_mixed_in_equal_parts(tmp_path: Path) -> None:

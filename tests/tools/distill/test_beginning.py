@@ -89,9 +89,8 @@ def test_the_card_says_what_it_began_with(
     assert (tmp_path / "third/README.md").read_text("utf-8").count("| began with") == 2
 
 
-def test_it_resumes(made: tuple[Options, Path], target: Path, tmp_path: Path) -> None:
-    _, first = made
-    wanted = longer(begun(target, tmp_path, first), 300)
+def test_it_resumes(layers: Path, target: Path, tmp_path: Path) -> None:
+    wanted = longer(begun(target, tmp_path, layers), 300)
     run(wanted)
     lines: list[str] = []
     Job(replace(longer(wanted, 600), resume=True), lines.append).run()
@@ -114,21 +113,13 @@ def test_it_does_not_resume_with_another_draft(
         Job(again, quietly).run()
 
 
-def test_a_draft_for_a_target_of_another_shape_is_refused(
-    layers: Path, tmp_path: Path
+def test_what_training_cannot_begin_with(
+    layers: Path, target: Path, tmp_path: Path
 ) -> None:
     other = write_target(tmp_path / "other", hidden_size=48, num_attention_heads=2)
     with pytest.raises(ModelError, match="does not fit the target"):
         Job(begun(other, tmp_path, layers), quietly)
-
-
-def test_only_drafts_that_distill_made(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no draft that specdec distill made"):
         as_begun(begun(target, tmp_path, target))
-
-
-def test_the_old_draft_is_not_replaced(
-    layers: Path, target: Path, tmp_path: Path
-) -> None:
     with pytest.raises(ConfigError, match="which training begins with"):
         as_begun(replace(begun(target, tmp_path, layers), out=layers))

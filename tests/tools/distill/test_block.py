@@ -32,7 +32,6 @@ from specdec.tools.distill.block_student import (
 from specdec.tools.distill.blocks import Block
 from specdec.tools.distill.loss import ChunkedLoss
 from specdec.tools.distill.options import Options
-from specdec.tools.distill.plan import Plan, load_target
 from specdec.tools.distill.student import head_of, make_student
 from specdec.tools.distill.train import Trainer
 from tests.models.architectures import build
@@ -305,20 +304,6 @@ def block_options(target: Path, out: Path, **changes: Any) -> Options:
     """A run whose answers are there once they are written."""
     known = target.with_name("data")
     return options(target, out, kind="block", block_size=SIZE, data=known, **changes)
-
-
-def test_a_head_learns_in_smaller_steps_unless_asked_otherwise(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Options, "where", "cuda")
-
-    def tokens(**changes: Any) -> int:
-        wanted = options(target, tmp_path / "out", writers=1, **changes)
-        return Plan.of(load_target(wanted), wanted).block_tokens
-
-    assert tokens(kind="block", layers="3", block_tokens=None) == 8192
-    assert tokens(kind="layers", block_tokens=None) == 32768
-    assert tokens(kind="block", layers="3", block_tokens=512) == 512
 
 
 def test_a_run_learns_stops_goes_on_and_drafts(

@@ -68,27 +68,6 @@ def test_nothing_else_is_begun(
     assert (wanted.work / NAME).exists() is kept
 
 
-def test_saving_is_not_what_ends(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A check in there would raise, again, and the checkpoint be lost."""
-    within: list[bool] = []
-    save = Job._save
-
-    def saving(self: Job, *arguments: Any) -> None:
-        within.append(True)
-        save(self, *arguments)
-        within.pop()
-
-    def check() -> None:
-        assert not within
-
-    monkeypatch.setattr(Job, "_save", saving)
-    monkeypatch.setattr(job, "_CHECKPOINT_SECONDS", 0)
-    Job(longer(options(target, tmp_path / "out"), 600), quietly, check).run()
-    assert not within
-
-
 def test_the_target_is_asked_while_it_writes(
     tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

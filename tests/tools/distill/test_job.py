@@ -7,8 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from specdec.tools.distill import checkpoint, evaluate, job
 from specdec.tools.distill import export as export_module
 from specdec.tools.distill.checkpoint import NAME
 from specdec.tools.distill.job import Job
-from specdec.tools.distill.options import Budget
+from specdec.tools.distill.options import Budget, Options
 from specdec.tools.distill.train import Trainer, clipped
 
 from .harness import longer, options, quietly, run, same, write_target
@@ -43,10 +42,10 @@ def whole(
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Interrupt training after so many steps: ``stopped(4)``."""
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[Options, int], None]:
+    """Do a run that is interrupted after so many steps: ``stopped(wanted, 4)``."""
 
-    def after(steps: int) -> None:
+    def after(wanted: Options, steps: int) -> None:
         step = Trainer.step
 
         def counted(self: Trainer) -> None:
@@ -54,7 +53,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise KeyboardInterrupt
             step(self)
 
-        monkeypatch.setattr(Trainer, "step", counted)
+        with monkeypatch.context() as patched:
+            patched.setattr(Trainer, "step", counted)
+            with pytest.raises(KeyboardInterrupt):
+                run(wanted)
 
     return after
 
@@ -107,22 +109,6 @@ def test_learning_lowers_the_divergence_and_raises_agreement(
     assert last["agreement"] > first["agreement"] + 0.2
 
 
-def test_measuring_takes_a_small_share_of_a_budget_of_minutes(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure = Job._measure
-
-    def slowly(self: Job, *given: Any) -> None:
-        time.sleep(2)  # as long as the budget
-        measure(self, *given)
-
-    monkeypatch.setattr(Job, "_measure", slowly)
-    minutes = Budget(minutes=2 / 60)
-    wanted = options(target, tmp_path / "out", budget=minutes)
-    # The first, which compiles, does not count.
-    assert len(run(wanted)["training"]["history"]) == 2
-
-
 def test_the_target_stays_as_it_is(target: Path, tmp_path: Path) -> None:
     """Embedding and head are its own arrays; layers were its own in the beginning."""
     job = Job(longer(options(target, tmp_path / "out"), 300), quietly)
@@ -143,20 +129,13 @@ def _flat(model: Any) -> Any:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    target: Path,
-    whole: tuple[dict[str, Any], Path],
-    tmp_path: Path,
-    stopped: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    target: Path, whole: tuple[dict[str, Any], Path], tmp_path: Path, stopped: Any
 ) -> None:
     """Weights, optimizer and data order, to the bit; two epochs and more."""
     card, job = whole
     parts = options(target, tmp_path / "parts", resume=True)
     for steps in (3, 7):
-        stopped(steps)
-        with pytest.raises(KeyboardInterrupt):
-            run(parts)
-        monkeypatch.undo()
+        stopped(parts, steps)
     resumed = run(parts)
     assert resumed["training"]["steps"] == card["training"]["steps"] > 8
     assert resumed["agreement"] == card["agreement"]
@@ -164,14 +143,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_smaller_budget_stores_what_was_learnt_so_far(
-    target: Path, tmp_path: Path, stopped: Any, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, stopped: Any
 ) -> None:
     """Whoever has no more time need not lose what a run has learnt."""
     wanted = options(target, tmp_path / "out", resume=True)
-    stopped(4)
-    with pytest.raises(KeyboardInterrupt):
-        run(wanted)
-    monkeypatch.undo()
+    stopped(wanted, 4)
     card = run(replace(wanted, budget=Budget(minutes=1e-6)))
     assert card["training"]["steps"] == 4
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -203,13 +179,10 @@ def test_clipping_does_not_depend_on_the_order_of_names() -> None:
 
 
 def test_what_was_made_otherwise_is_not_gone_on_with(
-    target: Path, tmp_path: Path, stopped: Any, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, stopped: Any
 ) -> None:
     wanted = options(target, tmp_path / "out", resume=True)
-    stopped(2)
-    with pytest.raises(KeyboardInterrupt):
-        run(wanted)
-    monkeypatch.undo()
+    stopped(wanted, 2)
     message = r"was made with layers \[0, 3\], not \[0, 2\]"
     with pytest.raises(ModelError, match=message):
         run(replace(wanted, layers="0,2"))

@@ -126,20 +126,6 @@ def test_documents_of_a_wave(
     assert tokenizer.decode(list(documents[3].tokens[-1:])) == "<|im_end|>"
 
 
-def test_a_topic_is_kept_to_and_all_of_them_are_drawn_as_ever() -> None:
-    """A seed's texts, which are kept for the next run, must stay the same."""
-    question, problem = seed_prompts._question, seed_prompts._problem
-    for seed in range(40):
-        rng = random.Random(seed)
-        kind = rng.choice((question, problem, problem, seed_prompts._code))
-        assert draw(random.Random(seed)) == kind(rng)
-        rng = random.Random(seed)
-        kind = rng.choice((question, seed_prompts._code))
-        assert draw(random.Random(seed), ["code", "questions"]) == kind(rng)
-    alone = [draw(random.Random(seed), ["problems"]) for seed in range(300)]
-    assert not any(opening.until for opening in alone)
-
-
 def test_openings_differ() -> None:
     rng = random.Random(0)
     found = [draw(rng) for _ in range(4000)]
@@ -149,6 +135,9 @@ def test_openings_differ() -> None:
     code = [o for o in found if o.until is not None]
     assert 0.1 < len(code) / len(found) < 0.3
     assert all(o.text.count('"""') == 1 for o in code)
+    # One topic alone, and draws that are the same again for the next run.
+    assert not any(draw(rng, ["problems"]).until for _ in range(300))
+    assert draw(random.Random(5)) == draw(random.Random(5))
 
 
 def test_loops_are_cut() -> None:
