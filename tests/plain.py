@@ -152,22 +152,22 @@ def plainly(
     for.
     """
     # A caller's functions cannot be a key: names may repeat, and functions keep state.
-    own = params.logits_processors or params.sampler is not None
-    known_as = None if own else identity(model)
+    theirs = params.logits_processors or params.sampler is not None
+    known_as = None if theirs else identity(model)
     if known_as is None:
         return _decoded(model, prompt, params, eos)
     key = (known_as, tuple(prompt), repr(params), eos)
     if key not in _plainly:
         _plainly[key] = _decoded(model, prompt, params, eos)
-    found = _plainly[key]
-    return Plain(list(found.tokens), list(found.logprobs), found.finish_reason)
+    plain = _plainly[key]
+    return Plain(list(plain.tokens), list(plain.logprobs), plain.finish_reason)
 
 
 def _decoded(
     model: Any, prompt: Sequence[int], params: SamplingParams, eos: frozenset[int]
 ) -> Plain:
     cache = make_prompt_cache(model)
-    inputs, done = list(prompt), Plain()
+    inputs, plain = list(prompt), Plain()
     ends = eos | frozenset(params.stop_token_ids)
     processors = make_logits_processors(
         dict(params.logit_bias or {}),
@@ -179,11 +179,11 @@ def _decoded(
         params.frequency_context_size,
     )
     for position in range(len(prompt), len(prompt) + params.max_tokens):
-        history = mx.array([*prompt, *done.tokens])
+        history = mx.array([*prompt, *plain.tokens])
         logits = model(mx.array([inputs]), cache=cache)[:, -1]
         for processor in processors:
             logits = processor(history, logits)
-        if len(done.tokens) < params.min_tokens:
+        if len(plain.tokens) < params.min_tokens:
             logits[:, mx.array(sorted(ends))] = -float("inf")
         for processor in params.logits_processors:
             logits = processor(history, logits)
@@ -199,12 +199,12 @@ def _decoded(
                 drawn = drawable(drawn, params, position) + params.temperature * noise
             token = int(mx.argmax(drawn))
         if token in ends:
-            done.finish_reason = "stop"
+            plain.finish_reason = "stop"
             break
-        done.tokens.append(token)
-        done.logprobs.append(logprobs)
+        plain.tokens.append(token)
+        plain.logprobs.append(logprobs)
         inputs = [token]
-    return done
+    return plain
 
 
 def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int]:
@@ -249,6 +249,30 @@ def engine_of(
     )
 
 
+def ask(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams | int = 16,
+    index: int = 0,
+    **options: Any,
+) -> Request:
+    """A request that an engine has; a number means a greedy one of that many tokens."""
+    if isinstance(params, int):
+        params = SamplingParams(max_tokens=params)
+    request = Request(index, "", tuple(prompt), params, **options)
+    engine.add(request)
+    return request
+
+
+def finish(engine: Engine) -> dict[int, list[int]]:
+    """Step until nothing is left; the tokens of each request, as they came."""
+    emitted: dict[int, list[int]] = {}
+    while engine.busy:
+        for output in engine.step():
+            emitted.setdefault(output.request.index, []).extend(output.token_ids)
+    return emitted
+
+
 def run_rows(
     target: Any,
     draft: Any | None,
@@ -260,22 +284,11 @@ def run_rows(
 ) -> list[Request]:
     """Decode with an :func:`engine_of`; return the rows in the order of the prompts."""
     engine = engine_of(target, draft, **options)
-    requests = [
-        Request(
-            i,
-            "",
-            tuple(prompt),
-            p,
-            grammar=grammars.compile(p.grammar) if grammars and p.grammar else None,
-        )
-        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-    ]
-    for request in requests:
-        engine.add(request)
-    emitted: dict[int, list[int]] = {}
-    while engine.busy:
-        for output in engine.step():
-            emitted.setdefault(output.request.index, []).extend(output.token_ids)
+    requests = []
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        grammar = grammars.compile(p.grammar) if grammars and p.grammar else None
+        requests.append(ask(engine, prompt, p, i, grammar=grammar))
+    emitted = finish(engine)
     assert [emitted[r.index] for r in requests] == [r.tokens for r in requests]
     return requests
 

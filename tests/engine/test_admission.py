@@ -235,26 +235,6 @@ def test_prompts_are_refused_together_and_queued_otherwise(tmp_path: Path) -> No
     assert not session.busy
 
 
-def test_each_prompt_is_checked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several prompts at once were planned when they were given, and when queued."""
-    write_folder(tmp_path / "m")
-    decoder = SpecDecoder.from_pretrained(
-        str(tmp_path / "m"), config=EngineConfig(num_draft_tokens=0)
-    )
-    checked: list[int] = []
-    check = Preflight.check
-
-    def noted(self: Preflight, prompt_tokens: int, *more: Any) -> None:
-        checked.append(prompt_tokens)
-        check(self, prompt_tokens, *more)
-
-    monkeypatch.setattr(Preflight, "check", noted)
-    decoder.generate([[5] * 3, [5] * 4], SamplingParams(max_tokens=2))
-    assert checked == [3, 4]
-
-
 def test_without_a_limit_nothing_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,13 +17,13 @@ from mlx_lm.sample_utils import make_sampler
 from specdec.backend import BackendDefaults
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode.verifier import Verifier
 from specdec.utils.output_text import OutputText
 from tests.plain import (
     AT_ONCE,
     BACKENDS,
     BEHIND,
     VOCAB,
+    ask,
     drafts_of,
     engine_of,
     exact,
@@ -337,29 +337,13 @@ def test_a_context_size_beyond_the_row_costs_nothing(target: Any) -> None:
     exact(target, None, [[5, 6, 7]], params)
 
 
-def test_rules_are_worked_out_when_rows_change_and_not_every_round(
-    target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a row that has ended stays in the batch, too."""
-    made: list[int] = []
-    of = Verifier.of
-
-    def counted(rows: Any, vocab_size: int) -> Verifier:
-        made.append(len(rows))
-        return of(rows, vocab_size)
-
-    monkeypatch.setattr(Verifier, "of", counted)
-    exact(target, None, [[5, 6, 7]] * 4, [3, 60, 60, 60], backend=BEHIND)
-    assert len(made) <= 4
-
-
 def test_first_tokens_do_not_wait_for_the_drafter(target: Any) -> None:
     """A prompt of many chunks, and a draft that has to read as many."""
     first: dict[bool, int] = {}
     for speculate in (False, True):
         draft = target if speculate else None
         engine = engine_of(target, draft, num_draft_tokens=2)
-        engine.add(Request(0, "", (5,) * 161, SamplingParams(max_tokens=9)))
+        ask(engine, (5,) * 161, 9)
         steps = 0
         while not any(o.token_ids for o in engine.step()):
             steps += 1

@@ -14,7 +14,6 @@ from specdec.config import EngineConfig
 from specdec.engine.batch import DecodeBatch
 from specdec.engine.round import IDLE
 from specdec.models.runner import ModelRunner
-from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     ChainDrafter,
@@ -31,6 +30,7 @@ from tests.plain import (
     BACKENDS,
     BEHIND,
     VOCAB,
+    ask,
     drafts_of,
     engine_of,
     exact,
@@ -112,7 +112,7 @@ def test_rounds_hold_no_memory_while_nothing_is_drafted(
     )
     for i, prompt in enumerate(make_prompts(*[120] * batch)):
         params = SamplingParams(max_tokens=60, temperature=0.8, seed=i)
-        engine.add(Request(i, "", tuple(prompt), params))
+        ask(engine, prompt, params, i)
     held: list[int] = []
     while engine.busy:
         engine.step()
@@ -150,10 +150,7 @@ def test_rows_with_and_without_a_draft_come_and_go(
 @BACKENDS
 @pytest.mark.parametrize("kind", ["ngram", "chain", "another model"])
 def test_any_drafter_may_have_a_part_of_the_rows(
-    tiny_model: Callable[..., Any],
-    target: Any,
-    backend: BackendDefaults,
-    kind: str,
+    tiny_model: Callable[..., Any], target: Any, backend: BackendDefaults, kind: str
 ) -> None:
     """Sampled too; the text does not depend on which rows are drafted for."""
     prompts = make_prompts(20, 33, 5, 12)
@@ -205,25 +202,14 @@ def test_rows_that_bring_a_draft_are_joined_as_those_that_draft(target: Any) -> 
     """Catches a count of rounds without a draft that goes on from before they came."""
     params = SamplingParams(max_tokens=IDLE + 40, num_draft_tokens=0)
     engine = engine_of(target, target, num_draft_tokens=2)
-    engine.add(Request(0, "", (5, 6), params))
+    ask(engine, (5, 6), params)
     while engine.stats.rounds <= IDLE:
         engine.step()
     assert engine._running is not None
     assert not engine._running.drafts
-    engine.add(Request(1, "", (7, 8), SamplingParams(max_tokens=30)))
+    ask(engine, (7, 8), 30, 1)
     while len(engine._running.unfinished) < 2:
         engine.step()
-    assert engine._running.drafts
-
-
-def test_rounds_that_draft_do_not_count_as_without(target: Any) -> None:
-    """Catches rows that are asked about again while those before them draft."""
-    engine = engine_of(target, target, num_draft_tokens=1)
-    params = SamplingParams(max_tokens=2 * IDLE + 40)
-    engine.add(Request(0, "", (5, 6), params))
-    while engine.stats.rounds <= IDLE:
-        engine.step()
-    assert engine._running is not None
     assert engine._running.drafts
 
 

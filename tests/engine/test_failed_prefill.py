@@ -13,8 +13,7 @@ from specdec import SamplingParams, SpecDecoder
 from specdec.backend import BackendDefaults
 from specdec.engine.rehearsal import Rehearsal
 from specdec.models.runner import ModelRows
-from specdec.request import Request
-from tests.plain import AT_ONCE, BACKENDS, engine_of, greedy, run_rows
+from tests.plain import AT_ONCE, BACKENDS, ask, engine_of, greedy, run_rows
 from tests.test_decoder import loaded
 
 PROMPTS = [[5, 6, 7], [8] * 40, [9, 10, 11, 12] * 9, [14, 15] * 19, [17, 18, 19]]
@@ -135,7 +134,7 @@ def test_a_device_that_fails_at_anything_ends_the_engine(
         raise RuntimeError("the device is lost")
 
     engine = engine_of(target)
-    engine.add(Request(0, "", (LARGE,) * 50, SamplingParams(max_tokens=12)))
+    ask(engine, (LARGE,) * 50, 12)
     monkeypatch.setattr(mx, "eval", broken)
     with pytest.raises(RuntimeError, match="malloc"):
         engine.step()
@@ -146,7 +145,7 @@ def test_ranks_fail_together(target: Any, monkeypatch: pytest.MonkeyPatch) -> No
     failing(monkeypatch, has_large)
     engine = engine_of(target)
     engine._rehearsal = Rehearsal(AT_ONCE, alone=False)
-    engine.add(Request(0, "", (LARGE,) * 50, SamplingParams(max_tokens=12)))
+    ask(engine, (LARGE,) * 50, 12)
     with pytest.raises(RuntimeError, match="malloc"):
         engine.step()
 

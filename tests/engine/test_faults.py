@@ -13,7 +13,6 @@ import mlx.nn as nn
 import pytest
 
 from specdec import (
-    ConfigError,
     EngineConfig,
     GenerationResult,
     PromptError,
@@ -149,11 +148,6 @@ def test_a_bias_as_large_as_the_vocabulary(
     assert rows[3].tokens == [42] * 12
 
 
-def test_a_bias_beyond_the_vocabulary_is_refused(target: Any) -> None:
-    with pytest.raises(ConfigError, match="logit_bias names token 97: the target's"):
-        decode(target, None, [[1]], SamplingParams(logit_bias={VOCAB: 1.0}))
-
-
 @pytest.mark.parametrize(
     ("verification", "draft_context", "backend"),
     [
@@ -237,12 +231,12 @@ def test_a_draft_is_never_asked_for_tokens_that_it_lacks(
     # What a forward is asked shows only where Python runs for each.
     backend = replace(backend, compile_after=None)
     run_rows(target, draft, prompts, params, batch_size=2, backend=backend)
-    found = []
+    tokens = []
     for token in asked:
         with suppress(RuntimeError):  # one of a trace has no value
-            found.append(int(token))
-    assert len(found) > 20
-    assert max(found) == 59
+            tokens.append(int(token))
+    assert len(tokens) > 20
+    assert max(tokens) == 59
 
 
 # -- models that fail ------------------------------------------------------

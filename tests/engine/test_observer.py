@@ -11,7 +11,7 @@ import pytest
 from specdec.engine.round import Part, RoundObserver
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
-from tests.plain import AT_ONCE, BACKENDS, BEHIND, METAL, engine_of, run_rows
+from tests.plain import AT_ONCE, BACKENDS, BEHIND, METAL, ask, engine_of, run_rows
 
 PROMPTS = ((1, 2, 3), (4, 5, 6, 7, 8), (9, 10))
 MAX_TOKENS = (9, 14, 5)
@@ -58,7 +58,7 @@ def test_an_observer_sees_every_round(
             observer=observer,
         )
         for i, (prompt, n) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True)):
-            engine.add(Request(i, "", prompt, SamplingParams(max_tokens=n)))
+            ask(engine, prompt, n, i)
         ended = {}
         while engine.busy:
             for output in engine.step():
@@ -80,10 +80,7 @@ def test_an_observer_sees_every_round(
     assert sum(n for _, _, n in reads) == stats.row_rounds + len(rows)
     assert max(k for _, k, _ in reads) == k
     # Each round: begun, its parts in order.
-    orders = {
-        ("verify", "sampling"),
-        *([("draft", "verify", "sampling")] if k else []),
-    }
+    orders = {("verify", "sampling"), *([("draft", "verify", "sampling")] if k else [])}
     seen, parts = set(), []
     for noted in [*notes.noted[1:], ("begun", 0)]:
         if isinstance(noted, str):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, cycle, repeat
+from itertools import cycle, repeat
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from specdec import EngineConfig, SamplingParams
 from specdec.engine.engine import Engine
 from specdec.models.pace import Pace
-from specdec.models.runner import ModelRows, ModelRunner
+from specdec.models.runner import ModelRows
 from specdec.request import Request
-from tests.plain import BEHIND, engine_of, greedy
+from tests.plain import BEHIND, ask, engine_of, finish, greedy
 
 BY_LAYERS = replace(BEHIND, prefills_by_layers=True)
 LONG = [7, 8, 9] * 70
@@ -57,26 +56,6 @@ def test_what_says_nothing_of_the_width_is_not_learnt() -> None:
     assert steps(Pace(512), (512, 9.0), (256, 9.0), (512, 0.06)) == [512, 512, 512]
 
 
-def test_a_new_number_of_columns_is_not_the_width_s_fault(
-    target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plans and graphs of a first long prompt narrow its chunks, which need more."""
-    found: list[float] = []
-    monkeypatch.setattr(
-        Pace, "take", lambda pace, rows, width, seconds: found.append(seconds)
-    )
-    clock = count(step=0.12)
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    backend = replace(BY_LAYERS, new_shape_seconds=0.04)
-    config = EngineConfig(prefill_step_size=128)
-    runner = ModelRunner(target, "target", config, backend).paced(Pace(128))
-    for _ in range(3):
-        rows = runner.rows([LONG * 2], max_round=1, max_length=500)
-        assert [*rows.prefill()]
-    # The first chunk is not compiled; others are met once, built, and used.
-    assert found == pytest.approx([0.12, *[0.08] * 3] * 2 + [0.12] * 4)
-
-
 TAKE = Pace.take
 
 
@@ -114,15 +93,12 @@ def test_a_slow_chunk_is_followed_by_narrower_ones(
     widths = widths_of(monkeypatch)
     slow(monkeypatch, repeat(9.0))
     engine = engine_of(target, None, backend=BY_LAYERS, prefill_step_size=128)
-    short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
-    engine.add(short)
+    short = ask(engine, (5, 6), 60)
     while beside and len(short.tokens) < 5:
         engine.step()
     widths.clear()
-    long = Request(1, "", tuple(LONG), SamplingParams(max_tokens=9))
-    engine.add(long)
-    while engine.busy:
-        engine.step()
+    long = ask(engine, LONG, 9, 1)
+    finish(engine)
     wide = [width for width in widths if width > 31]
     assert wide[:3] == ([128, 64, 32] if beside else [128, 128])
     assert long.tokens == greedy(target, LONG, 9)
@@ -147,18 +123,14 @@ def test_prompts_fit_their_caches_at_any_pace(
     # Chunks of 128, 64, 32, 64 and 128 tokens: the last begins within a bucket.
     slow(monkeypatch, cycle((9.0, 9.0, 0.01, 0.01, 0.01)))
     engine = engine_of(model, None, backend=BY_LAYERS, prefill_step_size=128)
-    decoding = Request(0, "", (5, 6), SamplingParams(max_tokens=200))
-    engine.add(decoding)
+    decoding = ask(engine, (5, 6), 200)
     while len(decoding.tokens) < 5:
         engine.step()
     for number, size in enumerate((370, 380, 390), start=1):
         if windowed:  # the last prompt was slow, and this one begins with a fast chunk
             engine._pace.step = 32
             slow(monkeypatch, repeat(0.01))
-        joining = Request(
-            number, "", tuple(LONG * 2)[:size], SamplingParams(max_tokens=2)
-        )
-        engine.add(joining)
+        joining = ask(engine, tuple(LONG * 2)[:size], 2, number)
         while joining.finish_reason is None:
             engine.step()
         assert joining.tokens == greedy(model, joining.prompt_tokens, 2)
@@ -171,35 +143,12 @@ def test_a_narrow_chunk_that_fails_is_not_tried_wider(
 ) -> None:
     """A quarter of the widest is more than what has failed."""
     engine = engine_of(target, None, backend=BY_LAYERS, prefill_step_size=512)
-    short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
-    engine.add(short)
+    short = ask(engine, (5, 6), 60)
     while len(short.tokens) < 5:
         engine.step()
     engine._pace.step = 64
     widths = widths_of(monkeypatch, most=32)
-    long = Request(1, "", tuple(LONG), SamplingParams(max_tokens=9))
-    engine.add(long)
-    while engine.busy:
-        engine.step()
+    long = ask(engine, LONG, 9, 1)
+    finish(engine)
     assert max(widths) == 64
     assert long.tokens == greedy(target, LONG, 9)
-
-
-def test_only_chunks_of_the_target_are_timed(
-    target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A draft's prefill is another model's time, and so is the first token's step."""
-    widths: list[int] = []
-    monkeypatch.setattr(
-        Pace, "take", lambda self, rows, width, seconds: widths.append(width)
-    )
-    engine = engine_of(target, target, backend=BY_LAYERS, prefill_step_size=128)
-    short = Request(0, "", (5, 6), SamplingParams(max_tokens=60))
-    engine.add(short)
-    while len(short.tokens) < 5:
-        engine.step()
-    assert not widths
-    engine.add(Request(1, "", tuple(LONG), SamplingParams(max_tokens=9)))
-    while engine.busy:
-        engine.step()
-    assert widths == [128, 128]

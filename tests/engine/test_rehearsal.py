@@ -19,10 +19,9 @@ from specdec.engine import round as round_module
 from specdec.engine.rehearsal import Rehearsal
 from specdec.engine.scheduler import Scheduler
 from specdec.models.runner import ModelRows
-from specdec.request import Request
 from specdec.spec_decode.draft_length import StepTimer
 from specdec.tools.decoding import token_level
-from tests.plain import BEHIND, engine_of, exact, plainly
+from tests.plain import BEHIND, ask, engine_of, exact, finish, plainly
 from tests.scripted import Script
 
 COMPILES = replace(BEHIND, new_shape_seconds=0.04)
@@ -81,13 +80,8 @@ def test_no_request_waits_and_no_round_is_measured_while_kernels_compile(
     engine = engine_of(
         target, draft, batch_size=2, num_draft_tokens=2, backend=COMPILES, length=length
     )
-    requests = [
-        Request(i, "", tuple(p), SamplingParams(max_tokens=12 + i))
-        for i, p in enumerate(PROMPTS)
-    ]
-    for request in requests:
-        engine.add(request)
-    begun = device.now
+    requests = [ask(engine, p, 12 + i, i) for i, p in enumerate(PROMPTS)]
+    start = device.now
     while engine.busy:
         engine.step()
         device.now += 0.125  # the caller's own
@@ -99,7 +93,7 @@ def test_no_request_waits_and_no_round_is_measured_while_kernels_compile(
     assert 0 < max(rest) < KERNEL
     assert stats.other_seconds > 0.125
     # A tick before the first step's first look.
-    assert stats.warmup_seconds + sum(rest) + stats.other_seconds == end - begun - TICK
+    assert stats.warmup_seconds + sum(rest) + stats.other_seconds == end - start - TICK
     timed = [o.seconds for o in length.outcomes if o.seconds is not None]
     assert timed
     assert max(timed) < KERNEL
@@ -122,9 +116,8 @@ def test_a_server_compiles_nothing_when_rows_have_ended(
     known = set(device.compiled)
     assert {kernel[-1] for kernel in known} == {5, 3, 2, 1}
     for i in range(5):
-        engine.add(Request(i, "", (1, 2, 3), SamplingParams(max_tokens=4 + 6 * i)))
-    while engine.busy:
-        engine.step()
+        ask(engine, (1, 2, 3), 4 + 6 * i, i)
+    finish(engine)
     assert device.compiled == known
 
 
@@ -225,10 +218,3 @@ def test_no_more_rows_are_rehearsed_than_memory_has(
         engine._scheduler = Scheduler(8, budget=budget, cost=len)
         engine.warm_up()
     assert slots == [8, 8, 4, 1, 1]
-
-
-def test_nothing_is_rehearsed_where_that_is_no_use() -> None:
-    """Where shapes are cheap; where other ranks would be waited for."""
-    assert Rehearsal(COMPILES).due
-    assert not Rehearsal(BEHIND).due
-    assert not Rehearsal(COMPILES, alone=False).due

@@ -306,7 +306,7 @@ def test_a_step_that_is_interrupted_ends_the_session(target: Any, draft: Any) ->
     ]
     whole = {i: decode.generate([p], q)[0] for i, (p, q) in enumerate(work)}
     interrupted = ended = 0
-    for _ in range(60):
+    for _ in range(40):
         client = Client(decode.session())
         for prompt, params in work:
             client.session.add(prompt, params)
@@ -336,7 +336,7 @@ def test_a_step_that_is_interrupted_ends_the_session(target: Any, draft: Any) ->
             assert result.token_ids == whole[index].token_ids
             assert result.text == whole[index].text
             assert result.finish_reason == whole[index].finish_reason
-    assert interrupted > 20
+    assert interrupted > 12
     assert ended > 0
     again = decode.generate([p for p, _ in work], [q for _, q in work])
     assert [r.token_ids for r in again] == [r.token_ids for r in whole.values()]
@@ -435,30 +435,6 @@ def test_an_interrupt_in_a_processor_changes_no_neighbour(
     assert tokens == plain[: len(tokens)]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
-def test_what_a_processor_raises_is_its_rows_own_loss(
-    target: Any, draft: Any, error: BaseException
-) -> None:
-    """``sys.exit()`` in one ended the whole run."""
-
-    def process(tokens: Any, logits: Any) -> Any:
-        raise error
-
-    results = decoder(target, draft).generate(
-        [[1, 2], [3, 4]],
-        [
-            SamplingParams(max_tokens=5, logits_processors=(process,)),
-            SamplingParams(max_tokens=5),
-        ],
-    )
-    assert results[0].finish_reason == "error"
-    assert type(error).__name__ in (results[0].error or "")
-    assert (
-        results[1].token_ids
-        == plainly(target, [3, 4], SamplingParams(max_tokens=5)).tokens
-    )
-
-
 def test_a_request_that_cannot_be_built_ends_alone(
     target: Any, draft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,8 +471,8 @@ def test_requests_without_a_seed_draw_differently(target: Any, draft: Any) -> No
     greedy = session.add([1, 2], SamplingParams(max_tokens=3, seed=5))
     client.finish()
     assert client.results.pop(greedy).seed is None
-    found = [tuple(r.token_ids) for r in client.results.values()]
-    assert len(set(found)) == 3  # false alarm: less than 1 in 10**9
+    drawn = {tuple(r.token_ids) for r in client.results.values()}
+    assert len(drawn) == 3  # false alarm: less than 1 in 10**9
     for result in client.results.values():
         assert result.to_dict()["seed"] == result.seed
         params = SamplingParams(max_tokens=12, temperature=2.0, seed=result.seed)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,16 +17,15 @@ from specdec.engine.batch import DecodeBatch
 from specdec.engine.round import BatchRound
 from specdec.models.compiled import CompiledForwards
 from specdec.models.runner import ModelRows
-from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter
 from tests.plain import (
-    AT_ONCE,
     BACKENDS,
     BEHIND,
-    VOCAB,
+    ask,
     engine_of,
     exact,
+    finish,
     greedy,
     run_rows,
 )
@@ -109,7 +106,7 @@ def test_a_job_meets_few_shapes_however_many_requests_it_has(
     """
     draft = tiny_model("llama", seed=5, num_hidden_layers=1)
     short = shapes_met(target, draft, 60, monkeypatch)
-    long = shapes_met(target, draft, 200, monkeypatch)
+    long = shapes_met(target, draft, 160, monkeypatch)
     full = [[each for each in met if each[1][0] == BATCH] for met, *_ in (short, long)]
     extents = {extent for *_, extent in full[1]}
     assert len(full[1]) <= len(extents) * (2 + 3)
@@ -121,48 +118,6 @@ def test_a_job_meets_few_shapes_however_many_requests_it_has(
     assert len(long[1]) <= len(short[1]) + 6
     assert long[2][False] <= short[2][False] + 6
     assert 0 < long[2][True] <= len(long[1])
-
-
-@pytest.mark.parametrize("batch_size", [2, 4])
-def test_rows_are_placed_by_one_operation_for_each_array(
-    target: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Where launches bound a round, widening and cutting each array take as long again.
-
-    So does an operation for each row of each array. Rows that join allocate as many
-    slots as there are, from the second time on.
-    """
-    file, found = tmp_path / "graph.dot", list[Counter[str]]()
-    place = Storage.place
-
-    def counted(self: Storage, index: Any, other: Storage, capacity: int) -> None:
-        assert self.arrays is not None
-        assert other.arrays is not None
-        mx.eval(self.arrays, other.arrays, index(self.arrays[0]))
-        place(self, index, other, capacity)
-        mx.export_to_dot(str(file), *self.arrays)
-        found.append(Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8"))))
-
-    monkeypatch.setattr(Storage, "place", counted)
-    # The first goes on while the others come and soon end, though they might be long.
-    others = 5 * (batch_size - 1)
-    prompts = [[1] * 270, *[[i + 1] * 150 for i in range(others)]]
-    params = [SamplingParams(max_tokens=60, min_tokens=60)]
-    params += [SamplingParams(max_tokens=110)] * others
-    ends = frozenset(range(0, VOCAB, 2))
-    exact(
-        target, None, prompts, params, batch_size=batch_size, backend=BEHIND, eos=ends
-    )
-    # One row, or several; they may be the first of more.
-    once = [
-        Counter({operation: 2, "Slice": n})
-        for operation in ("DynamicSliceUpdate", "ScatterAxis")
-        for n in (0, 2)
-    ]
-    layers = len(target.layers)
-    assert len(found) >= 4 * layers
-    assert found[0] not in once
-    assert all(each in once for each in found[layers:])
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -233,13 +188,9 @@ def test_rows_join_together_and_none_is_forgotten(
     engine = engine_of(
         target, drafts["near"], batch_size=8, backend=replace(BEHIND, join_rounds=4)
     )
-    requests = [
-        Request(i, "", tuple(prompt), SamplingParams(max_tokens=n))
-        for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    for request in requests[:20]:
-        engine.add(request)
-    cancelled, waited, late = [9, 11, 19, 14], 0, requests[20:]
+    work = list(enumerate(zip(prompts, lengths, strict=True)))
+    requests = [ask(engine, prompt, n, i) for i, (prompt, n) in work[:20]]
+    cancelled, waited, late = [9, 11, 19, 14], 0, work[20:]
     while engine.busy:
         engine.step()
         load = engine.load
@@ -248,7 +199,8 @@ def test_rows_join_together_and_none_is_forgotten(
             if waited % 2 and cancelled:
                 engine.cancel(cancelled.pop())
             elif late:
-                engine.add(late.pop(0))
+                i, (prompt, n) = late.pop(0)
+                requests.append(ask(engine, prompt, n, i))
     assert waited > 8
     assert sum(joins) >= 2 * len(joins) > 0
     gone = [r.index for r in requests if r.finish_reason == "cancelled"]
@@ -304,28 +256,6 @@ def test_planted_faults_are_found(
     assert [row.tokens for row in rows] != expected
 
 
-def test_idle_slots_hold_nothing(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle slot that keeps an ended row's tokens is read, and written after."""
-    lengths: list[tuple[bool, int]] = []
-    retire = DecodeBatch.retire
-
-    def noted(self: DecodeBatch) -> bool:
-        if not retire(self):  # it is about to be dropped
-            return False
-        offsets: list[int] = self._target.offset.tolist()  # type: ignore[assignment]
-        lengths.extend(
-            (slot is None, n) for slot, n in zip(self.slots, offsets, strict=True)
-        )
-        return True
-
-    monkeypatch.setattr(DecodeBatch, "retire", noted)
-    prompts, params = job(24, seed=2)
-    exact(target, None, prompts, params, batch_size=6, backend=BEHIND)
-    idle = [n for is_idle, n in lengths if is_idle]
-    assert idle
-    assert not any(idle)
-
-
 @BACKENDS
 def test_a_slot_keeps_nothing_of_a_row_whose_keys_hold_nan(
     tiny_model: Callable[..., Any], backend: BackendDefaults
@@ -363,18 +293,15 @@ def test_rows_that_wait_for_memory_keep_no_slots(
             sizes.append((len(self.slots), len(self.unfinished)))
         return dispatch(self, plan)
 
-    monkeypatch.setattr(DecodeBatch, "dispatch", noted)
-
     def affords(rows: Any) -> int:
         return 2 if any(r.index == 6 for r in rows) and len(rows) > 1 else 1
 
-    engine = engine_of(target, batch_size=6, backend=AT_ONCE)
+    monkeypatch.setattr(DecodeBatch, "dispatch", noted)
+    engine = engine_of(target, batch_size=6)
     engine._scheduler.budget, engine._scheduler._cost = 1, affords
     for i in range(7):
-        params = SamplingParams(max_tokens=60 if i == 0 else 4)
-        engine.add(Request(i, "", (1, 2 + i), params))
-    while engine.busy:
-        engine.step()
+        ask(engine, (1, 2 + i), 4 if i else 60, i)
+    finish(engine)
     assert (6, 6) in sizes
     assert sizes.count((6, 1)) <= 1
     assert sizes.count((1, 1)) > 40
@@ -388,6 +315,6 @@ def test_some_that_wait_have_slots_if_memory_is_short_of_all(
     engine = engine_of(target, batch_size=16, backend=BEHIND)
     engine._scheduler.budget, engine._scheduler._cost = budget, len
     for index in range(20):
-        engine.add(Request(index, "", (1, 2), SamplingParams()))
+        ask(engine, (1, 2), SamplingParams(), index)
     first = [engine._scheduler._waiting.popleft() for _ in range(2)]
     assert engine._room([], first) == (2, slots)

@@ -42,9 +42,9 @@ EVERY = pytest.mark.parametrize(
 
 def poisoned(model: Any, kind: type[nn.Embedding] = Poisoned) -> Any:
     """The model, with a bad token."""
-    found = [m for _, m in model.named_modules() if type(m) is nn.Embedding]
-    assert found
-    for embedding in found:
+    embeddings = [m for _, m in model.named_modules() if type(m) is nn.Embedding]
+    assert embeddings
+    for embedding in embeddings:
         embedding.__class__ = kind
     return model
 
@@ -347,13 +347,13 @@ def test_cleaning_touches_no_other_row_and_no_kept_token(
     cache.clean([0, 2], 4)
     mask = cache.make_mask(1, return_array=True)
     new = written[:, :, 12:13]
-    found, wanted = (each.update_and_fetch(new, new) for each in (cache, other))
+    states, wanted = (each.update_and_fetch(new, new) for each in (cache, other))
     if cache.packing:
-        found, wanted = (
+        states, wanted = (
             [mx.dequantize(w, s, b, group_size=32, bits=8) for w, s, b in each]
-            for each in (found, wanted)
+            for each in (states, wanted)
         )
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(states, wanted, strict=True):
         hidden = ~mask[:, :, 0, :, None]
         assert mx.array_equal(mx.where(hidden, 0, a), mx.where(hidden, 0, b)).item()
         assert mx.isfinite(a).all().item()

@@ -28,7 +28,7 @@ from tests.models.draft_heads import published
 from tests.models.draft_heads.published import write_head
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB as VOCABULARY
-from tests.plain import AT_ONCE, BEHIND, drafts_of, exact, greedy
+from tests.plain import finish, ask, AT_ONCE, BEHIND, drafts_of, exact, greedy
 from tests.scripted import Script
 from tests.spec_decode.repetitive import check_distribution, make_prompts
 from tests.spec_decode.test_heads import Noted
@@ -213,8 +213,7 @@ def test_packed_keys_and_bounded_caches(
         ]
         for request in requests:
             engine.add(request)
-        while engine.busy:
-            engine.step()
+        finish(engine)
         outputs.append([r.tokens for r in requests])
         assert engine.stats.draft_error is None
     assert outputs[0] == outputs[1]
@@ -292,10 +291,8 @@ def test_prefixes_are_reused(
         monkeypatch.setattr(AssistantRows, "propose", noted)
         for text in ([*begun, 1, 2], [*begun, 5, 6]):
             engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
-            request = Request(0, "", tuple(text), SamplingParams(max_tokens=6))
-            engine.add(request)
-            while engine.busy:
-                engine.step()
+            request = ask(engine, text, 6)
+            finish(engine)
             assert request.tokens == greedy(target.model, text, 6)
         monkeypatch.setattr(AssistantRows, "propose", usual)
         made.append(rounds)

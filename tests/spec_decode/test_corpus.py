@@ -23,7 +23,7 @@ from specdec.request import Request
 from specdec.spec_decode import ChainDrafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.corpus import DEPTH, SHORTEST, Corpora, Corpus
 from tests.models.folders import write_folder
-from tests.plain import AT_ONCE, BEHIND, engine_of, greedy, run_rows
+from tests.plain import finish, ask, AT_ONCE, BEHIND, engine_of, greedy, run_rows
 from tests.spec_decode.repetitive import Knowing, make_prompts
 
 K = 4
@@ -205,10 +205,8 @@ def run(
     requests = []
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         engine = Engine(runner, drafter, config, backend, frozenset())
-        request = Request(i, "", tuple(prompt), p)
-        engine.add(request)
-        while engine.busy:
-            engine.step()
+        request = ask(engine, prompt, p, i)
+        finish(engine)
         assert engine.stats.draft_error is None
         requests.append(request)
     return requests
@@ -309,7 +307,7 @@ def test_only_whole_answers_are_learnt(target: Any) -> None:
             replace(whole, verification="rejection", temperature=1.0),
         )
     ):
-        engine.add(Request(i, "", (5, 6 + i), params))
+        ask(engine, (5, 6 + i), params, i)
     while engine.busy:
         engine.step()
         if learnt:

@@ -44,7 +44,7 @@ from tests.models.draft_heads import published
 from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB as VOCABULARY
-from tests.plain import AT_ONCE, BEHIND, METAL, drafts_of, exact, greedy, run_rows
+from tests.plain import finish, ask, AT_ONCE, BEHIND, METAL, drafts_of, exact, greedy, run_rows
 from tests.scripted import Script
 from tests.spec_decode.by_hand import layer_outputs
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -485,9 +485,8 @@ def test_memory_stays_within_the_plan(
     engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
     params = SamplingParams(max_tokens=20)
     for i in range(4):
-        engine.add(Request(i, "", (5 + i,) * 150, params))
-    while engine.busy:
-        engine.step()
+        ask(engine, (5 + i,) * 150, params, i)
+    finish(engine)
     planned = plan.peak([RowNeeds(150, params)] * 4)
     assert planned / 3 < mx.get_peak_memory() - others < planned
 
@@ -553,10 +552,8 @@ def test_prefixes_are_kept_with_the_context(
             texts = [[*begun, 1, 2], *prompts, [*begun, 1, 2, 3]]
             for text, p in zip(texts, [undrafted, *params, params[0]], strict=True):
                 engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
-                request = Request(0, "", tuple(text), p)
-                engine.add(request)
-                while engine.busy:
-                    engine.step()
+                request = ask(engine, text, p)
+                finish(engine)
                 assert request.tokens == greedy(lender.model, text, p.max_tokens)
                 reused.append(request.prefix_tokens)
         if stored:
@@ -589,15 +586,11 @@ def test_answers_are_kept_with_the_context(
         prompts = [list(make_prompts()[4][:n]) for n in (41, 20)]
         for turn in range(3):
             engine = Engine(runner, drafter, config, backend, frozenset())
-            params = [SamplingParams(max_tokens=n) for n in (9, 14)]
             requests = [
-                Request(i, "", tuple(p), own)
-                for i, (p, own) in enumerate(zip(prompts, params, strict=True))
+                ask(engine, prompts[0], 9, 0),
+                ask(engine, prompts[1], 14, 1),
             ]
-            for request in requests:
-                engine.add(request)
-            while engine.busy:
-                engine.step()
+            finish(engine)
             assert engine.stats.draft_error is None
             for prompt, request in zip(prompts, requests, strict=True):
                 wanted = greedy(lender.model, prompt, request.params.max_tokens)
@@ -632,42 +625,11 @@ def test_a_prefix_fits_beside_rows_that_are_not_drafted_for(
     engine = Engine(runner, drafter, config, BEHIND, frozenset())
     for i, k in enumerate((None, 0)):
         prompt = (*range(3, 20), *range(1 + 2 * i))
-        request = Request(
-            i, "", prompt, SamplingParams(max_tokens=4, num_draft_tokens=k)
-        )
-        engine.add(request)
-        while engine.busy:
-            engine.step()
+        request = ask(engine, prompt, SamplingParams(max_tokens=4, num_draft_tokens=k), i)
+        finish(engine)
         assert request.tokens == greedy(lender.model, prompt, 4)
         assert request.prefix_tokens == 18 * i
     assert engine.stats.draft_error is None
-
-
-def test_drafting_is_timed_without_the_targets_forward(
-    lender: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hidden states not yet computed: the first round that read them took a forward."""
-    drafter, _ = drafter_of(tmp_path, CONFIGS["dspark"], lender)
-    runner = ModelRunner(lender.model, "target", EngineConfig(), AT_ONCE)
-    runner = runner.recording(drafter.hidden_layers)
-    evaluated: list[Any] = []
-    wait, rows_of = mx.eval, profiler._Drafting
-
-    def noting(*arrays: Any) -> None:
-        evaluated.extend(arrays)
-        wait(*arrays)
-
-    def drafting(*arguments: Any) -> Any:
-        hidden = arguments[3]
-        if hidden.shape[1] > 2:  # else a part of what was computed
-            given.append(any(array is hidden for array in evaluated))
-        return rows_of(*arguments)
-
-    given: list[bool] = []
-    monkeypatch.setattr(mx, "eval", noting)
-    monkeypatch.setattr(profiler, "_Drafting", drafting)
-    measure_forwards(runner, drafter, 2, max_draft_tokens=K, budget_seconds=0.05)
-    assert given == [True]
 
 
 def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
