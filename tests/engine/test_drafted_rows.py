@@ -98,15 +98,19 @@ def test_drafting_begins_once_however_many_rows_come_and_go(
     assert all((r.drafted > 0) == drafts for r in rows)
 
 
-@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("kind", ["model", "model that waits", "ngram"])
 def test_rounds_hold_no_memory_while_nothing_is_drafted(
-    tiny_model: Callable[..., Any], drafts: bool
+    tiny_model: Callable[..., Any], kind: str
 ) -> None:
     """The noise of a round is as large as its logits: one that is kept is seen."""
     batch, vocab_size = 4, 20_000
     model = tiny_model("llama", seed=0, vocab_size=vocab_size)
-    drafter = draft_model(model, AT_ONCE, prefill_step_size=16)
-    length = Script(lambda number: 3 if number >= 40 else 0, may_pay=drafts)
+    drafter: Drafter = NgramDrafter()
+    if kind != "ngram":
+        drafter = draft_model(model, AT_ONCE, prefill_step_size=16)
+    length = Script(
+        lambda number: 3 if number >= 40 else 0, may_pay=kind != "model that waits"
+    )
     engine = engine_of(
         model, batch_size=batch, num_draft_tokens=4, drafter=drafter, length=length
     )

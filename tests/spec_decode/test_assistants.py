@@ -21,17 +21,16 @@ from specdec.models.draft_heads import load_head
 from specdec.models.draft_heads.loading import read_head_config
 from specdec.models.runner import ModelRunner
 from specdec.prefix_cache.store import PrefixStore
-from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode.head_drafter import AssistantRows, HeadDrafter
 from tests.models.draft_heads import published
 from tests.models.draft_heads.published import write_head
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB as VOCABULARY
-from tests.plain import finish, ask, AT_ONCE, BEHIND, drafts_of, exact, greedy
+from tests.plain import AT_ONCE, BEHIND, ask, drafts_of, exact, finish, greedy
 from tests.scripted import Script
 from tests.spec_decode.repetitive import check_distribution, make_prompts
-from tests.spec_decode.test_heads import Noted
+from tests.spec_decode.test_heads import Noted, noted_rounds, read_by
 
 K = 3
 #: Layers 2 and 3 are the last that compute keys and values.
@@ -53,13 +52,13 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def targets(tiny_model: Callable[..., Any]) -> dict[str, LoadedModel]:
-    made: dict[str, Any] = {
+    models: dict[str, Any] = {
         name: tiny_model("gemma4_text", **TARGET, vocab_size=vocab_size)
         for name, vocab_size in (("dense", 97), ("ordered", 96))
     }
     return {
         name: LoadedModel(model, None, {}, name)  # type: ignore[arg-type]
-        for name, model in made.items()
+        for name, model in models.items()
     }
 
 
@@ -94,13 +93,7 @@ def proposals(
         held[kind] = (keys, values)
     table = np.array(model.model.embed_tokens.weight)
     return published.assistant_chain(
-        w,
-        CONFIGS[name],
-        lambda token: table[token] * 32**0.5,
-        text[-1],
-        state,
-        held,
-        k,
+        w, CONFIGS[name], lambda token: table[token] * 32**0.5, text[-1], state, held, k
     )
 
 
@@ -201,20 +194,13 @@ def test_packed_keys_and_bounded_caches(
     )
     if bits is None:
         config = replace(config, max_kv_size=16)
+    plain = ModelRunner(target.model, "target", config, AT_ONCE)
     outputs = []
-    for each in (drafter, None):
-        runner = ModelRunner(target.model, "target", config, AT_ONCE)
-        if each is not None:
-            runner = runner.recording(each.hidden_layers, whole=False)
+    for each, runner in ((drafter, read_by(drafter, target, config)), (None, plain)):
         engine = Engine(runner, each, config, AT_ONCE, frozenset())
-        requests = [
-            Request(i, "", tuple(prompt), SamplingParams(max_tokens=20))
-            for i, prompt in enumerate(make_prompts()[2:5])
-        ]
-        for request in requests:
-            engine.add(request)
-        finish(engine)
-        outputs.append([r.tokens for r in requests])
+        for i, prompt in enumerate(make_prompts()[2:5]):
+            ask(engine, prompt, 20, i)
+        outputs.append(finish(engine))
         assert engine.stats.draft_error is None
     assert outputs[0] == outputs[1]
 
@@ -274,30 +260,21 @@ def test_prefixes_are_reused(
 
     What is proposed after a reused prefix is what is proposed without.
     """
-    target, made, usual = targets["dense"], list[Any](), AssistantRows.propose
+    target, rounds = targets["dense"], []
     config = EngineConfig(batch_size=2, num_draft_tokens=K, prefill_step_size=16)
-    begun = make_prompts()[4][:41]
+    prefix = make_prompts()[4][:41]
     for store in (None, PrefixStore(memory=1 << 28, block_size=8)):
         drafter, _ = drafter_of(tmp_path, "dense", target, store=store)
-        runner = ModelRunner(target.model, "target", config, AT_ONCE, store)
-        runner = runner.recording(drafter.hidden_layers, None, whole=False)
-        rounds = list[Any]()
-
-        def noted(rows: Any, round_: Any, rounds: Any = rounds) -> Any:
-            found = usual(rows, round_)
-            rounds.append((round_.lengths.tolist(), found.tokens.tolist()))
-            return found
-
-        monkeypatch.setattr(AssistantRows, "propose", noted)
-        for text in ([*begun, 1, 2], [*begun, 5, 6]):
-            engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
-            request = ask(engine, text, 6)
-            finish(engine)
-            assert request.tokens == greedy(target.model, text, 6)
-        monkeypatch.setattr(AssistantRows, "propose", usual)
-        made.append(rounds)
+        runner = read_by(drafter, target, config, store=store)
+        with monkeypatch.context() as patch:
+            rounds.append(noted_rounds(patch, AssistantRows))
+            for text in ([*prefix, 1, 2], [*prefix, 5, 6]):
+                engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
+                request = ask(engine, text, 6)
+                finish(engine)
+                assert request.tokens == greedy(target.model, text, 6)
         assert (request.prefix_tokens > 30) == (store is not None)
-    assert made[0] == made[1]
+    assert rounds[0] == rounds[1]
 
 
 def test_by_name(tmp_path: Path) -> None:

@@ -223,29 +223,16 @@ def test_lookups_add_to_what_is_accepted(
     out = target.model.layers[0].self_attn.o_proj
     out.weight = mx.zeros_like(out.weight)
     draft = tiny_model("llama", seed=5)
-    prompts = make_prompts()[:4]
+    prompts = make_prompts()[:3]
     rounds = []
     for drafter in (None, in_chain(lookup(), draft, backend, 4)):
-        own = draft if drafter is None else None
+        alone = draft if drafter is None else None
         rows = exact(
-            target, own, prompts, 80,
+            target, alone, prompts, 60,
             num_draft_tokens=4, backend=backend, drafter=drafter,
         )  # fmt: skip
         rounds.append(sum(r.rounds for r in rows))
     assert rounds[1] < 0.6 * rounds[0]
-
-
-@BACKENDS
-def test_a_row_joins_after_a_longer_one_has_left(
-    target: Any, drafts: dict[str, Any], backend: BackendDefaults
-) -> None:
-    """The lookup's ring stays as large as the longer row made it."""
-    prompts = [[5, 6, 7] * 100, [8, 9, 10], [11, 12, 13], [14, 15] * 140]
-    chain = in_chain(NgramDrafter(), drafts["layers"], backend, 3)
-    exact(
-        target, None, prompts, [4, 24, 12, 6],
-        batch_size=2, backend=backend, drafter=chain,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from specdec.request import Request
 from specdec.spec_decode import ChainDrafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.corpus import DEPTH, SHORTEST, Corpora, Corpus
 from tests.models.folders import write_folder
-from tests.plain import finish, ask, AT_ONCE, BEHIND, engine_of, greedy, run_rows
+from tests.plain import AT_ONCE, BEHIND, ask, engine_of, finish, greedy, run_rows
 from tests.spec_decode.repetitive import Knowing, make_prompts
 
 K = 4

@@ -16,7 +16,6 @@ import pytest
 from specdec import SpecDecoder, UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.engine import profiler
 from specdec.engine.build import check_before_loading
 from specdec.engine.engine import Engine
 from specdec.engine.profiler import draft_length, measure_forwards
@@ -28,7 +27,6 @@ from specdec.models.compiled import CompiledForwards
 from specdec.models.draft_heads import load_head
 from specdec.models.runner import ModelRunner
 from specdec.prefix_cache.store import PrefixStore
-from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     ChainDrafter,
@@ -44,7 +42,17 @@ from tests.models.draft_heads import published
 from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB as VOCABULARY
-from tests.plain import finish, ask, AT_ONCE, BEHIND, METAL, drafts_of, exact, greedy, run_rows
+from tests.plain import (
+    AT_ONCE,
+    BEHIND,
+    METAL,
+    ask,
+    drafts_of,
+    exact,
+    finish,
+    greedy,
+    run_rows,
+)
 from tests.scripted import Script
 from tests.spec_decode.by_hand import layer_outputs
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -86,13 +94,44 @@ def drafter_of(
     target: LoadedModel,
     backend: BackendDefaults = AT_ONCE,
     k: int = K,
+    store: PrefixStore | None = None,
 ) -> tuple[HeadDrafter, dict[str, Any]]:
     """A drafter of a head that was written, and what was."""
     weights = write_head(path, config)
     head = load_head(path, config, "the draft", target).model
-    runner = ModelRunner(head, "the draft", EngineConfig(prefill_step_size=16), backend)
+    runner = ModelRunner(
+        head, "the draft", EngineConfig(prefill_step_size=16), backend, store
+    )
     drafter = HeadDrafter(runner, vocab_size=runner.vocab_size, max_draft_tokens=k)
     return drafter, weights
+
+
+def read_by(
+    drafter: HeadDrafter,
+    target: LoadedModel,
+    config: EngineConfig,
+    backend: BackendDefaults = AT_ONCE,
+    store: PrefixStore | None = None,
+) -> ModelRunner:
+    """The target, which records what that head reads."""
+    runner = ModelRunner(target.model, "target", config, backend, store)
+    return runner.recording(
+        drafter.hidden_layers, drafter.context, whole=drafter.reads_prompts
+    )
+
+
+def noted_rounds(patch: pytest.MonkeyPatch, *kinds: type[DraftRows]) -> list[Any]:
+    """Lengths of rows and what they propose, round by round, from now on."""
+    rounds: list[Any] = []
+    for kind in kinds:
+
+        def noted(rows: Any, round_: Round, usual: Any = kind.propose) -> Proposals:
+            proposals: Proposals = usual(rows, round_)
+            rounds.append((round_.lengths.tolist(), proposals.tokens.tolist()))
+            return proposals
+
+        patch.setattr(kind, "propose", noted)
+    return rounds
 
 
 def proposals(
@@ -156,9 +195,9 @@ class Noted:
 
     def noting(self, usual: Callable[..., Proposals]) -> Callable[..., Proposals]:
         def propose(rows: Any, round_: Round) -> Proposals:
-            made = usual(rows, round_)
+            proposals = usual(rows, round_)
             arrays: list[Any] = [
-                round_.lengths, round_.recent, round_.active, made.tokens,
+                round_.lengths, round_.recent, round_.active, proposals.tokens,
             ]  # fmt: skip
             handed_on = []
             each = zip(*(a.tolist() for a in arrays), strict=True)
@@ -173,7 +212,7 @@ class Noted:
                     tokens = [*texts[0][n : n + len(tokens)], *tokens][: len(tokens)]
                     tokens[n % len(tokens)] = (tokens[n % len(tokens)] + n % 3) % VOCAB
                 handed_on.append(tokens)
-            return replace(made, tokens=mx.array(handed_on, mx.int32))
+            return replace(proposals, tokens=mx.array(handed_on, mx.int32))
 
         return propose
 
@@ -253,7 +292,7 @@ def test_rows_are_placed_with_their_own_context(
     """Three rows are prefilled in four slots; the last slot is idle, and left out."""
     drafter, _ = drafter_of(tmp_path, CONFIGS[name], lender, BEHIND)
 
-    def begun(lengths: Sequence[int], seed: int) -> Any:
+    def rows_of(lengths: Sequence[int], seed: int) -> Any:
         rows = drafter.rows([[1] * (n + 1) for n in lengths], max_length=64)
         shape = len(lengths), 8, len(READS) * published.WIDTH
         hidden = mx.random.normal(shape, key=mx.random.key(seed))
@@ -266,7 +305,7 @@ def test_rows_are_placed_with_their_own_context(
             arrays += [cache.keys[:, :, :8], cache.values[:, :, :8], cache.offset]
         return [np.array(a) for a in arrays]
 
-    rows, others = begun([3, 4, 5, 6], 0), begun([7, 2, 8, 0], 1)
+    rows, others = rows_of([3, 4, 5, 6], 0), rows_of([7, 2, 8, 0], 1)
     before, new = contents(rows), contents(others)
     rows.place([3, 0, 1], others, 4)
     for got, old, placed in zip(contents(rows), before, new, strict=True):
@@ -515,50 +554,26 @@ def test_prefixes_are_kept_with_the_context(
     knows nothing of it.
     """
     config = EngineConfig(batch_size=2, num_draft_tokens=K, prefill_step_size=16)
-    write_head(tmp_path, CONFIGS[name])
-    head = load_head(tmp_path, CONFIGS[name], "the draft", lender).model
-    begun = make_prompts()[4][:41]
-    prompts = [[*begun, 5, 6], [*begun, 9], [*begun[:24], 3, 4], begun[:17]]
-    params = [SamplingParams(max_tokens=4)] * len(prompts)
+    prefix = make_prompts()[4][:41]
     undrafted = SamplingParams(max_tokens=3, num_draft_tokens=0)
-    made: dict[bool, list[Any]] = {}
-    for stored in (False, True):
-        store = PrefixStore(memory=1 << 28, block_size=8) if stored else None
-        runner = ModelRunner(lender.model, "target", config, AT_ONCE, store)
-        drafter = HeadDrafter(
-            ModelRunner(head, "head", config, AT_ONCE, store),
-            vocab_size=VOCAB,
-            max_draft_tokens=K,
-        )
-        runner = runner.recording(drafter.hidden_layers, drafter.context)
-        rounds: list[Any] = []
-        made[stored] = rounds
+    # One after the other, so that each finds what those before it stored.
+    texts = [[*prefix, 1, 2], [*prefix, 5, 6], [*prefix, 9], [*prefix[:24], 3, 4]]
+    texts += [prefix[:17], [*prefix, 1, 2, 3]]
+    rounds = []
+    for store in (None, PrefixStore(memory=1 << 28, block_size=8)):
+        drafter, _ = drafter_of(tmp_path, CONFIGS[name], lender, store=store)
+        runner, reused = read_by(drafter, lender, config, store=store), []
         with monkeypatch.context() as patch:
-            for kind in (BlockRows, ChainedRows):
-
-                def noted(
-                    rows: Any,
-                    round_: Round,
-                    usual: Any = kind.propose,
-                    rounds: Any = rounds,
-                ) -> Any:
-                    found = usual(rows, round_)
-                    rounds.append((round_.lengths.tolist(), found.tokens.tolist()))
-                    return found
-
-                patch.setattr(kind, "propose", noted)
-            reused = []
-            # One after the other, so that each finds what those before it stored.
-            texts = [[*begun, 1, 2], *prompts, [*begun, 1, 2, 3]]
-            for text, p in zip(texts, [undrafted, *params, params[0]], strict=True):
+            rounds.append(noted_rounds(patch, BlockRows, ChainedRows))
+            for number, text in enumerate(texts):
                 engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
-                request = ask(engine, text, p)
+                request = ask(engine, text, 4 if number else undrafted)
                 finish(engine)
-                assert request.tokens == greedy(lender.model, text, p.max_tokens)
+                wanted = greedy(lender.model, text, request.params.max_tokens)
+                assert request.tokens == wanted
                 reused.append(request.prefix_tokens)
-        if stored:
-            assert reused == expected
-    assert made[True] == made[False]
+    assert reused == expected
+    assert rounds[0] == rounds[1]
 
 
 @pytest.mark.parametrize("backend", [AT_ONCE, METAL], ids=["cpu", "metal"])
@@ -571,36 +586,25 @@ def test_answers_are_kept_with_the_context(
     An entry too few or too many, or of another token, would change what is accepted.
     """
     config = EngineConfig(batch_size=2, num_draft_tokens=K, prefill_step_size=16)
-    write_head(tmp_path, CONFIGS[name])
-    head = load_head(tmp_path, CONFIGS[name], "the draft", lender).model
-    counts = []
-    for stored in (False, True):
-        store = PrefixStore(memory=1 << 28, block_size=8) if stored else None
-        drafter = HeadDrafter(
-            ModelRunner(head, "head", config, backend, store),
-            vocab_size=VOCAB,
-            max_draft_tokens=K,
-        )
-        runner = ModelRunner(lender.model, "target", config, backend, store)
-        runner = runner.recording(drafter.hidden_layers, drafter.context)
+    counts: list[list[tuple[int, int]]] = []
+    for store in (None, PrefixStore(memory=1 << 28, block_size=8)):
+        drafter, _ = drafter_of(tmp_path, CONFIGS[name], lender, backend, store=store)
+        runner = read_by(drafter, lender, config, backend, store)
         prompts = [list(make_prompts()[4][:n]) for n in (41, 20)]
+        counts.append([])
         for turn in range(3):
             engine = Engine(runner, drafter, config, backend, frozenset())
-            requests = [
-                ask(engine, prompts[0], 9, 0),
-                ask(engine, prompts[1], 14, 1),
-            ]
+            requests = [ask(engine, p, 9 + 5 * i, i) for i, p in enumerate(prompts)]
             finish(engine)
             assert engine.stats.draft_error is None
             for prompt, request in zip(prompts, requests, strict=True):
                 wanted = greedy(lender.model, prompt, request.params.max_tokens)
                 assert request.tokens == wanted
-                counts.append((request.drafted, request.accepted))
-                if stored and turn:  # the token before the message is the newest
+                counts[-1].append((request.drafted, request.accepted))
+                if store and turn:  # the token before the message is the newest
                     assert request.prefix_tokens == len(prompt) - 3
                 prompt += [*request.tokens, 3 + turn, 7]
-    half = len(counts) // 2
-    assert counts[:half] == counts[half:]
+    assert counts[0] == counts[1]
 
 
 def test_a_prefix_fits_beside_rows_that_are_not_drafted_for(
@@ -613,19 +617,13 @@ def test_a_prefix_fits_beside_rows_that_are_not_drafted_for(
     """
     config = EngineConfig(num_draft_tokens=K, prefill_step_size=64)
     store = PrefixStore(memory=1 << 28, block_size=8)
-    write_head(tmp_path, CONFIGS["dspark"])
-    head = load_head(tmp_path, CONFIGS["dspark"], "the draft", lender).model
-    drafter = HeadDrafter(
-        ModelRunner(head, "head", config, BEHIND, store),
-        vocab_size=VOCAB,
-        max_draft_tokens=K,
-    )
-    runner = ModelRunner(lender.model, "target", config, BEHIND, store)
-    runner = runner.recording(drafter.hidden_layers, drafter.context)
+    drafter, _ = drafter_of(tmp_path, CONFIGS["dspark"], lender, BEHIND, store=store)
+    runner = read_by(drafter, lender, config, BEHIND, store)
     engine = Engine(runner, drafter, config, BEHIND, frozenset())
     for i, k in enumerate((None, 0)):
         prompt = (*range(3, 20), *range(1 + 2 * i))
-        request = ask(engine, prompt, SamplingParams(max_tokens=4, num_draft_tokens=k), i)
+        params = SamplingParams(max_tokens=4, num_draft_tokens=k)
+        request = ask(engine, prompt, params, i)
         finish(engine)
         assert request.tokens == greedy(lender.model, prompt, 4)
         assert request.prefix_tokens == 18 * i

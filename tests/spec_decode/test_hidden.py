@@ -30,9 +30,7 @@ class Listening(Knowing):
     """
 
     def __init__(
-        self,
-        whole: dict[tuple[int, ...], list[int]],
-        layers: tuple[int, ...] = WANTED,
+        self, whole: dict[tuple[int, ...], list[int]], layers: tuple[int, ...] = WANTED
     ):
         super().__init__(whole, lambda at, t: t if at % 3 else (t + 1) % 97)
         self.hidden_layers = layers

@@ -114,9 +114,7 @@ def test_all_layers_are_always_accepted(
     assert accepted == drafted > 0
 
 
-def test_memory_is_planned_for_its_caches_alone(
-    tiny_model: Callable[..., Any],
-) -> None:
+def test_memory_is_planned_for_its_caches_alone(tiny_model: Callable[..., Any]) -> None:
     """Shared weights are counted once, keys and values of layers that run twice."""
     model = build(tiny_model, "llama")
     none: Any = None

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.spec_decode.ngram_search import (
-    continuation,
-    longest_match,
-    ring_of,
-    write,
-)
+from specdec.spec_decode.ngram_search import continuation, longest_match, ring_of, write
 
 
 def search(

@@ -231,10 +231,7 @@ FEW = 48
     ("bits", "backend"), [(None, AT_ONCE), (None, BEHIND), (4, AT_ONCE)]
 )
 def test_rows_of_frequent_tokens(
-    bits: int | None,
-    backend: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bits: int | None, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are proposed the best of the first tokens, whichever rows are beside them.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,6 @@ import pytest
 
 from specdec import ConfigError
 from specdec.backend import BackendDefaults
-from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     NgramDrafter,
@@ -21,10 +19,8 @@ from specdec.spec_decode import (
     Round,
     ngram_search,
 )
-from specdec.spec_decode.commit import Committed
 from specdec.spec_decode.ngram import NgramRows
-from specdec.spec_decode.ngram_search import longest_match, ring_of, write
-from specdec.spec_decode.verifier import Verifier
+from specdec.spec_decode.ngram_search import write
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, drafts_of, exact, greedy, run_rows
 from tests.spec_decode.repetitive import check_distribution, make_prompts
 
@@ -139,33 +135,6 @@ def test_a_row_joins_after_a_longer_one_has_left(
     exact(target, None, prompts, tokens, batch_size=2, backend=backend, drafter=drafter)
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Check at every lookup that the ring holds what the engine committed."""
-    shapes: list[tuple[int, ...]] = []
-
-    def checked(ring: mx.array, lengths: mx.array, **options: Any) -> Any:
-        shapes.append(ring.shape)
-        return longest_match(ring, lengths, **options)
-
-    monkeypatch.setattr(ngram_search, "longest_match", checked)
-    return shapes
-
-
-@BACKENDS
-def test_the_work_of_a_round_is_bounded(
-    target: Any, backend: BackendDefaults, watched: list[tuple[int, ...]]
-) -> None:
-    """However long the rows, at most max_history tokens are searched; few shapes."""
-    prompts = [make_prompts(i)[4] * n for i, n in enumerate((1, 4, 9))]
-    exact(
-        target, None, prompts, [300, 40, 50],
-        backend=backend, drafter=drafter(max_history=400), prefill_step_size=128,
-    )  # fmt: skip
-    assert max(capacity for _, capacity in watched) == 400
-    assert {capacity for _, capacity in watched} <= {256, 400}
-
-
 @BACKENDS
 def test_a_row_that_repeats_itself_is_followed(
     backend: BackendDefaults, tiny_model: Callable[..., Any]
@@ -247,89 +216,3 @@ def test_a_fault_in_the_history_is_noticed(
 def test_options_out_of_range(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be"):
         NgramOptions(**options)
-
-
-class PlainRounds:
-    """Rounds without a draft of two rows, as an engine runs them.
-
-    Attributes:
-        rows: what is known of them.
-        texts: what is committed of each.
-    """
-
-    def __init__(self, *, max_history: int = 256, vocab_size: int = 97):
-        self.texts = [[1, 2, 3], [4]]
-        options = NgramOptions(min_ngram=1, max_history=max_history)
-        self.rows = NgramDrafter(options).rows(self.texts, max_length=9999)
-        request = Request(0, "", (1,), SamplingParams())
-        sequences = [request] * 2
-        self._rules, self._vocab_size = Verifier.of(sequences, vocab_size), vocab_size
-        self._committed = Committed.of([[*t, 5] for t in self.texts], 2)
-        self.texts = [[*t, 5] for t in self.texts]
-        self._number = 0
-
-    def run(self, *, look: bool = False) -> None:
-        self._number += 1
-        active, limit = mx.array([True, True]), mx.array([0, 0])
-        round_ = self._rules.round_of([0, 0], self._committed, active)
-        if look:
-            found = self.rows.propose(replace(round_, num_draft_tokens=2))
-            mx.eval(found.tokens, found.lengths)
-        seen = mx.arange(self._vocab_size) == self._number * 7 % 90
-        logits = mx.broadcast_to(seen, (2, 1, self._vocab_size)).astype(mx.float32)
-        inputs = self._committed.recent[:, -1:]
-        result = self._rules.decide(round_, inputs, None, logits, limit)
-        after = result.committed
-        mx.eval(result.packed, after.recent, after.lengths)
-        self.rows.commit(round_, result)
-        self._committed = after
-        for text in self.texts:
-            text.append(self._number * 7 % 90)
-
-    def check(self) -> None:
-        """Every token is in the ring."""
-        wanted = ring_of(self.texts, self.rows._ring.shape[1])
-        assert mx.array_equal(self.rows._ring, wanted)
-
-
-@pytest.fixture
-def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for each ``mx.async_eval``."""
-    calls: list[int] = []
-    usual: Callable[..., None] = mx.async_eval
-
-    def counted(*arrays: Any) -> None:
-        calls.append(len(arrays))
-        usual(*arrays)
-
-    monkeypatch.setattr(mx, "async_eval", counted)
-    return calls
-
-
-def test_plain_rounds_are_written_together(handed_over: list[int]) -> None:
-    """Now and then a round looks something up, which computes the ring, too."""
-    rounds = PlainRounds()
-    for number in range(80):
-        rounds.run()
-        if number % 16 in (3, 15):
-            rounds.check()
-    assert len(handed_over) == 10
-    handed_over.clear()
-    for number in range(80):
-        rounds.run(look=number % 4 == 0)
-    assert not handed_over
-    rounds.check()
-
-
-def test_plain_rounds_hold_no_more_memory() -> None:
-    """Nor the logits of those that wait to be written."""
-    vocab_size = 1 << 18
-    rounds = PlainRounds(vocab_size=vocab_size)
-    most = []
-    for _ in range(10):
-        for _ in range(20):
-            rounds.run()
-            most.append(mx.get_active_memory())
-    grown = max(most[20:]) - min(most[:20])
-    # Of one round they are four times as much.
-    assert grown < 2 * vocab_size

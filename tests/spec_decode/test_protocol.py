@@ -55,8 +55,7 @@ class ProposingRows(DraftRows):
         self.num_rows = num_rows
 
     def propose(self, round_: Round) -> Proposals:
-        made: Proposals = self.drafter.make(self.num_rows, round_.num_draft_tokens)
-        return made
+        return self.drafter.make(self.num_rows, round_.num_draft_tokens)  # type: ignore[no-any-return]
 
     def filter(self, rows: Sequence[int]) -> None:
         if not self.drafter.forgetful:
@@ -145,9 +144,7 @@ def test_with_auto_too(target: Any) -> None:
 
 @BACKENDS
 def test_rows_that_were_not_dropped_are_noticed(
-    backend: BackendDefaults,
-    target: Any,
-    draft_failures: list[str],
+    backend: BackendDefaults, target: Any, draft_failures: list[str]
 ) -> None:
     """The first round was right; what is wrong comes with rows that leave."""
     model = target
@@ -312,21 +309,3 @@ def test_no_drafter_chooses_what_the_target_reads(
         drafter = ChainDrafter(drafter, Proposing(sound))
     decode(target, drafter, backend)
     assert not draft_failures
-
-
-def test_our_own_rows_hand_over_what_the_target_reads(
-    target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[bool] = []
-    after = Proposals.after
-
-    def noted(self: Proposals, newest: mx.array) -> mx.array:
-        inputs = after(self, newest)
-        given.append(inputs is self.inputs)
-        assert mx.array_equal(inputs[:, :1], newest)
-        return inputs
-
-    monkeypatch.setattr(Proposals, "after", noted)
-    decode(target, NgramDrafter(NgramOptions(min_ngram=1)))
-    assert given
-    assert all(given)

@@ -225,16 +225,16 @@ def test_equal_distributions_accept_everything() -> None:
 @cache
 def rules_of(rule: str, draws: int, temperature: float, vocab_size: int) -> Verifier:
     """Of rows with a seed each."""
-    rows = [
-        Request(
-            0,
-            "",
-            (0,),
-            SamplingParams(temperature=temperature, seed=s, verification=rule),  # type: ignore[arg-type]
-        )
-        for s in range(draws)
-    ]
-    return Verifier.of(rows, vocab_size)
+    usual: Any = {"temperature": temperature, "verification": rule}
+    params = [SamplingParams(**usual, seed=s) for s in range(draws)]
+    return Verifier.of([Request(0, "", (0,), p) for p in params], vocab_size)
+
+
+def markov_chains() -> tuple[np.ndarray, np.ndarray]:
+    """Logits of the next token given the last one, of a target and of a draft."""
+    rng = np.random.default_rng(3)
+    target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
+    return target, (target + rng.normal(size=(4, 4))).astype(np.float32)
 
 
 def decodings(
@@ -263,12 +263,11 @@ def decodings(
             if point_mass:
                 proposal = mx.argmax(logits, axis=-1).astype(mx.int32)
             tokens.append(proposal)
-            assert probabilities is not None
-            q.append(probabilities)
+            if probabilities is not None:
+                q.append(probabilities)
             inputs = mx.concatenate([inputs, proposal], axis=1)
-        proposals = Proposals(
-            inputs[:, 1:], None if point_mass else mx.concatenate(q, axis=1)
-        )
+        drawn_from = mx.concatenate(q, axis=1) if q and not point_mass else None
+        proposals = Proposals(inputs[:, 1:], drawn_from)
         logits = target_logits[inputs]
         decision = rules.decide(round_, inputs, proposals, logits, limit)
         recent = next_recent(recent, decision.chosen, decision.kept)
@@ -289,9 +288,7 @@ def test_decodings_follow_the_target(
     Fixed seeds: the outcome never changes. Dependent draws (the acceptance test
     reusing the draft's noise, say) fail as well as wrong formulas do.
     """
-    rng = np.random.default_rng(3)
-    target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
-    draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
+    target, draft = markov_chains()
     draws = DRAWS
     got = decodings(rule, target, draft, k, draws, temperature, point_mass=point_mass)
     expected = three_tokens(target, temperature) * draws
@@ -430,9 +427,7 @@ def test_faults_are_caught(
         monkeypatch.setattr(verifier, "round_draws", fault)
     else:
         monkeypatch.setattr(rejection_sampler, rule, partial(fault, rule))
-    rng = np.random.default_rng(3)
-    target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
-    draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
+    target, draft = markov_chains()
     got = decodings(rule, target, draft, 3, DRAWS, 1.0, point_mass=by_position)
     found, bound = chi_square(got.histogram(4), three_tokens(target, 1.0) * DRAWS)
     assert found > bound

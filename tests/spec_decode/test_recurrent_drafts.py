@@ -45,12 +45,7 @@ from tests.models.test_recurrent import (
 )
 from tests.plain import AT_ONCE, BEHIND, METAL, drafts_of, exact, greedy
 from tests.scripted import Script
-from tests.spec_decode.test_catching_up import (
-    NARROW,
-    Decoding,
-    greedy_after,
-    texts_of,
-)
+from tests.spec_decode.test_catching_up import NARROW, Decoding, greedy_after, texts_of
 
 MAX_LENGTH = 400
 
@@ -225,10 +220,7 @@ class Store(PrefixStore):
     ],
 )
 def test_in_whole_runs(
-    arch: str,
-    backend: BackendDefaults,
-    chained: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    arch: str, backend: BackendDefaults, chained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows join while others run, rest, end, are not drafted for, or were met before.
 

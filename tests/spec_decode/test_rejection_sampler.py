@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.sampling import RowSampling
-from specdec.sampling_params import SamplingParams
 from specdec.spec_decode.commit import count_kept, next_recent
-from tests.chains import FirstTokens, chi_square, three_tokens
+from tests.chains import chi_square, three_tokens
+from tests.spec_decode.test_ratio_rules import DRAWS, decodings, markov_chains
 
 
 def kept_by_hand(proposed: list[int], chosen: list[int], limit: int) -> int:
@@ -65,41 +63,6 @@ def test_next_recent_is_the_newest_committed(kept: int, before: list[int]) -> No
     assert recent.tolist() == [committed[-len(before) :]]
 
 
-@cache
-def sampling_rows(draws: int, temperature: float, vocab_size: int) -> RowSampling:
-    """Rows with a seed each."""
-    params = [SamplingParams(temperature=temperature, seed=s) for s in range(draws)]
-    return RowSampling.of(params, vocab_size=vocab_size)
-
-
-def rounds(
-    target: np.ndarray, draft: np.ndarray, k: int, draws: int, temperature: float
-) -> FirstTokens:
-    """First three tokens of ``draws`` coupled decodings of two Markov chains.
-
-    ``target`` and ``draft`` hold logits of the next token given the last one;
-    every draw is a row with its own seed.
-    """
-    sampling = sampling_rows(draws, temperature, target.shape[0])
-    target_logits, draft_logits = mx.array(target), mx.array(draft)
-    recent = mx.zeros((draws, 2), mx.int32)
-    first = mx.ones((draws,), mx.int32)
-    limit = mx.full((draws,), k)
-    out = FirstTokens(draws)
-    while not out.complete:
-        noise = sampling.draws(first, k + 1)
-        inputs = recent[:, 1:]
-        for j in range(k):
-            proposed = sampling.choose(draft_logits[inputs[:, -1:]], noise.at(j))
-            inputs = mx.concatenate([inputs, proposed], axis=1)
-        chosen = sampling.choose(target_logits[inputs], noise)
-        kept = count_kept(inputs[:, 1:], chosen, limit)
-        recent = next_recent(recent, chosen, kept)
-        first = first + kept
-        out.add(chosen, kept)
-    return out
-
-
 @pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (2, 0.7), (4, 1.0)])
 def test_coupled_sampling_keeps_the_targets_distribution(
     k: int, temperature: float
@@ -108,19 +71,19 @@ def test_coupled_sampling_keeps_the_targets_distribution(
 
     Fixed seeds: the outcome never changes.
     """
-    rng = np.random.default_rng(3)
-    target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
-    draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
-    draws = 40_000
-    got = rounds(target, draft, k, draws, temperature).histogram(4)
-    found, bound = chi_square(got, three_tokens(target, temperature) * draws)
-    assert found < bound
+    target, draft = markov_chains()
+    decoded = decodings("coupled", target, draft, k, DRAWS, temperature)
+    wanted = three_tokens(target, temperature) * DRAWS
+    statistic, bound = chi_square(decoded.histogram(4), wanted)
+    assert statistic < bound
 
 
 def test_output_does_not_depend_on_draft_or_draft_length() -> None:
     rng = np.random.default_rng(4)
     target = rng.normal(size=(5, 5)).astype(np.float32)
-    reference = rounds(target, target, 1, 200, 1.0).tokens
+    reference = decodings("coupled", target, target, 1, 200, 1.0).tokens
     for k in (1, 3):
         draft = rng.normal(size=(5, 5)).astype(np.float32)
-        assert (rounds(target, draft, k, 200, 1.0).tokens == reference).all()
+        assert (
+            decodings("coupled", target, draft, k, 200, 1.0).tokens == reference
+        ).all()
