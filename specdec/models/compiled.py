@@ -23,7 +23,7 @@ import mlx.nn as nn
 from ..cache import BatchCache, BatchCacheList, Memo, members
 from ..prefix_cache.signature import KnownWeights
 from ..utils.printable import shorten
-from .hidden_states import HiddenStates
+from .layers import HiddenStates
 
 log = logging.getLogger("specdec.models")
 

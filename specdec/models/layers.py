@@ -1,4 +1,4 @@
-"""Finds a model's layers and replaces them.
+"""Finds a model's layers, replaces them, records their outputs, and uses its ends.
 
 mlx-lm's models embed tokens, call their layers one after the other, norm the result and
 multiply it by an output head. The module that does all but the last is the trunk. A
@@ -265,3 +265,205 @@ def with_part(model: nn.Module, path: Sequence[str], part: Any) -> nn.Module:
         here = here[name]
     here[path[-1]] = part
     return whole
+
+
+class HiddenStates:
+    """The outputs of the recorded layers in a model's last forward.
+
+    Args:
+        layers: in the order in which they were asked for.
+    """
+
+    def __init__(self, layers: Sequence[int]):
+        self._layers = tuple(layers)
+        self._outputs: dict[int, mx.array] = {}
+
+    def record(self, layer: int) -> Called:
+        """A replacement for a layer's call that also records its output."""
+
+        def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            output = usual(*args, **kwargs)
+            first = output[0] if isinstance(output, tuple) else output
+            self._outputs[layer] = first
+            return output
+
+        return called
+
+    def check(self, name: str) -> None:
+        """Check what a forward of one token has recorded, and drop it.
+
+        Raises:
+            UnsupportedModelError: a layer has not put out one state for the token.
+        """
+        outputs = [self._outputs.get(i) for i in self._layers]
+        self._outputs.clear()
+        for layer, output in zip(self._layers, outputs, strict=True):
+            if output is None or output.shape[:-1] != (1, 1):
+                raise UnsupportedModelError(
+                    f"{name}: layer {layer} does not put out one state for each token"
+                )
+
+    def take(self) -> mx.array:
+        """Return the last forward's hidden states, shape (B, S, D), and drop them.
+
+        D is the hidden size times the number of layers.
+        """
+        states = mx.concatenate([self._outputs[i] for i in self._layers], axis=-1)
+        self._outputs.clear()
+        return states
+
+
+def record_layers(
+    model: nn.Module, layers: Sequence[int], name: str
+) -> tuple[nn.Module, HiddenStates]:
+    """A second model object that shares all weights, and a record of its layers.
+
+    Args:
+        model: an mlx-lm model; it does not change.
+        layers: counted from 0, or from the last with -1, -2, ...
+        name: the model's name, for messages.
+
+    Raises:
+        UnsupportedModelError: the model is not built of layers that can be recorded,
+            or it has no such layer.
+    """
+    path_to_trunk(model, name, "reading hidden states")
+    every = layers_of(model)
+    if any(not -len(every) <= i < len(every) for i in layers):
+        raise UnsupportedModelError(
+            f"{name} has {len(every)} layers: the drafter asks for layers "
+            f"{', '.join(map(str, layers))}"
+        )
+    wanted = [i % len(every) for i in layers]
+    states = HiddenStates(wanted)
+    for i in set(wanted):
+        every[i] = calling(every[i], states.record(i))
+    return with_layers(model, every), states
+
+
+class _ReachedError(Exception):
+    """The first layer was called."""
+
+    def __init__(self, h: mx.array):
+        self.h = h
+
+
+class TargetEnds:
+    """A target's embedding and output head, computed by its own code.
+
+    Its code applies the scales, caps and padding of its architecture.
+
+    Args:
+        model: an mlx-lm model; it does not change.
+        name: for messages.
+
+    Attributes:
+        model: the given model.
+        num_layers: number of the target's layers.
+        path: names of the modules on the way to the trunk.
+
+    Raises:
+        UnsupportedModelError: the model is not built of a trunk and a head.
+    """
+
+    def __init__(self, model: nn.Module, name: str):
+        self.model, self._name = model, name
+        self.path = path_to_trunk(model, name, "lending the embedding")
+        if not self.path:
+            raise UnsupportedModelError(
+                f"{name}: its output head cannot be used alone; take another draft"
+            )
+        layers = layers_of(model)
+        self.num_layers = len(layers)
+        layers[0] = calling(layers[0], _stop)
+        self._embedding = with_layers(model, layers)
+        # A model whose trunk returns these states.
+        self._states: list[mx.array] = []
+        self._head = self._of_states()
+
+    def _of_states(self) -> nn.Module:
+        returns = calling(self.trunk, lambda usual, args, kwargs: self._states[-1])
+        return with_part(self.model, self.path, returns)
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The module that embeds, calls the layers, and norms."""
+        trunk: nn.Module = self.owner[self.path[-1]]
+        return trunk
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that has the trunk, and multiplies by the output head."""
+        part = self.model
+        for name in self.path[:-1]:
+            part = part[name]
+        return part
+
+    @property
+    def args(self) -> Any:
+        """The arguments that its text part was made from."""
+        owner: Any = self.owner
+        return owner.args
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm after the last layer."""
+        norm: nn.Module = self.trunk.get("norm") or self.trunk["norm_f"]
+        return norm
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """The first layer's input (B, S, D) for ``tokens`` (B, S)."""
+        try:
+            self._embedding(tokens)
+        except _ReachedError as reached:
+            return reached.h
+        raise UnsupportedModelError(
+            f"{self._name}: its embedding cannot be used alone; take another draft"
+        )
+
+    def rows(self, tokens: mx.array) -> mx.array:
+        """Rows of the embedding (B, S, D) for ``tokens`` (B, S), as they are stored."""
+        stored: mx.array = self.trunk[self._embedding_name](tokens)
+        return stored
+
+    @property
+    def _embedding_name(self) -> str:
+        for name, part in self.trunk.children().items():
+            if hasattr(part, "as_linear"):
+                return str(name)
+        raise UnsupportedModelError(
+            f"{self._name}: its embedding cannot be read alone; take another draft"
+        )
+
+    def of_first(self, count: int) -> TargetEnds:
+        """The same ends with an output head of the first ``count`` tokens.
+
+        It reads the target's weights; nothing is copied.
+        """
+        at = (*self.path[:-1], "lm_head")
+        if "lm_head" not in self.owner:
+            at = (*self.path, self._embedding_name)
+        head: Any = self.model
+        for name in at:
+            head = head[name]
+        first = copy.copy(head)
+        for name, array in head.items():
+            if isinstance(array, mx.array):
+                first[name] = array[:count]
+        ends = copy.copy(self)
+        ends.model = with_part(self.model, at, first)
+        ends._head = ends._of_states()
+        return ends
+
+    def logits(self, h: mx.array) -> mx.array:
+        """Logits (B, S, V) of normed hidden states (B, S, D)."""
+        self._states.append(h)
+        try:
+            logits: mx.array = self._head(mx.zeros(h.shape[:2], mx.int32))
+        finally:
+            self._states.pop()
+        return logits
+
+
+def _stop(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise _ReachedError(first_of(args, kwargs))

@@ -37,10 +37,9 @@ from ..prefix_cache.session import ModelPrefixes, PrefixSession
 from ..prefix_cache.store import PrefixStore
 from ..prompts.images import PlacedImage
 from .compiled import CompiledForwards
-from .hidden_states import HiddenStates, record_layers
 from .image_rows import RowImages, RowInputs, with_row_inputs
 from .layer_skip import without_idle
-from .layers import query_heads
+from .layers import HiddenStates, query_heads, record_layers
 from .pace import Pace
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions

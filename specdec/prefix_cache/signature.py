@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from .files import VERSION
 
 # Odd factors, so that no bit of a word is lost; any large ones would do.
 _WITHIN, _ACROSS = 2654435761, 2246822519
+_SCALE = operator.attrgetter("scale")
 _SLAB = 1 << 26  # bytes at a time, because they are widened
 
 
@@ -34,24 +36,27 @@ class KnownWeights:
         self._look()
 
     def _look(self) -> None:
-        self._sizes = [(part, len(part)) for part in _parts(self._model)]
-        self._scales = [
-            (part, part.scale) for part, _ in self._sizes if _is_scaled(part)
-        ]
-        self._seen = [
+        self._parts = list(_parts(self._model))
+        self._sizes = list(map(len, self._parts))
+        self._scaled = list(filter(_is_scaled, self._parts))
+        self._scales = list(map(_SCALE, self._scaled))
+        places = [
             (part, key, weakref.ref(value))
-            for part, _ in self._sizes
+            for part in self._parts
             for key, value in _places(part)
             if isinstance(value, mx.array | nn.Module)
         ]
+        self._places = [list(each) for each in zip(*places, strict=True)]
 
     def replaced(self) -> bool:
         """Whether arrays or modules were replaced since the last check."""
         try:
-            same = all(len(part) == size for part, size in self._sizes) and all(
-                part[key] is seen() for part, key, seen in self._seen
-            )
-            same &= all(layer.scale == scale for layer, scale in self._scales)
+            same = self._sizes == list(map(len, self._parts))
+            same &= self._scales == list(map(_SCALE, self._scaled))
+            if same and self._places:
+                parts, keys, values = self._places
+                now = map(operator.getitem, parts, keys)
+                same = all(map(operator.is_, now, map(operator.call, values)))
         except LookupError:
             same = False
         if not same:

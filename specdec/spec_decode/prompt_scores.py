@@ -10,9 +10,8 @@ import mlx.nn as nn
 
 from ..backend import SCORED_BYTES
 from ..errors import UnsupportedModelError
-from ..models.layers import calling, with_part
+from ..models.layers import TargetEnds, calling, with_part
 from ..models.runner import ModelRunner
-from ..models.trunk import TargetEnds
 from ..request import TokenLogprobs
 from .verifier import Logprobs
 

@@ -26,9 +26,12 @@ from mlx_lm.utils import MODEL_REMAPPING
 from specdec.errors import UnsupportedModelError
 from specdec.models import vision
 from specdec.models.draft_heads.mtp import FAMILIES
-from specdec.models.hidden_states import record_layers
-from specdec.models.layers import caches_of_layers, has_text_model
-from specdec.models.trunk import TargetEnds
+from specdec.models.layers import (
+    TargetEnds,
+    caches_of_layers,
+    has_text_model,
+    record_layers,
+)
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Accepted, Drafter, DraftRows, Proposals, Round
 

@@ -11,8 +11,8 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.errors import ConfigError
+from specdec.models.layers import TargetEnds
 from specdec.models.runner import ModelRunner
-from specdec.models.trunk import TargetEnds
 from specdec.prefix_cache.store import PrefixStore
 from specdec.spec_decode import prompt_scores
 from specdec.spec_decode.prompt_scores import PromptScores

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec.cache import CacheOptions, make_batch_caches
-from specdec.models.hidden_states import record_layers
+from specdec.models.layers import record_layers
 from specdec.tools.distill.block_student import block_states
 from tests.toys.kinds import (
     EAGLE_READS,

@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from ...errors import UnsupportedModelError
 from ...utils.data_files import DataError, check_shape
-from ..trunk import TargetEnds
+from ..layers import TargetEnds
 from .config import HeadConfig, LayerSizes, Published
 from .gemma import GemmaLayer, gemma_sizes
 from .head import DraftHead

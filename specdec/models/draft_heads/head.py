@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from ..trunk import TargetEnds
+from ..layers import TargetEnds
 from .config import HeadConfig
 
 

@@ -16,9 +16,9 @@ from ...errors import ModelError, UnsupportedModelError
 from ...utils.data_files import DataError, read_json
 from ...utils.printable import shorten
 from ..folder import check_files, check_sizes, explained, read_arrays
+from ..layers import TargetEnds
 from ..loaded import Described, LoadedModel
 from ..precision import cast
-from ..trunk import TargetEnds
 from .block import BlockConfig
 from .config import HeadConfig
 from .head import DraftHead

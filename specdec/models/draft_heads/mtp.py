@@ -29,9 +29,8 @@ from mlx_lm.models.cache import CacheList, KVCache
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.printable import quoted
 from ..folder import explained, read_arrays, weight_files
-from ..layers import architecture_of
+from ..layers import TargetEnds, architecture_of
 from ..loaded import Described
-from ..trunk import TargetEnds
 from .config import HeadConfig, LayerSizes
 from .head import DraftHead
 from .weights import fill, rehearse

@@ -29,18 +29,19 @@ from ...models.draft_heads.dflash2 import DFlash2Head
 from ...models.draft_heads.kinds import head_config
 from ...models.draft_heads.layers import HeadAttention
 from ...models.draft_heads.loading import make_head
-from ...models.hidden_states import HiddenStates, record_layers
 from ...models.layers import (
+    HiddenStates,
+    TargetEnds,
     arrays_of,
     calling,
     has_text_model,
     layers_of,
     leaves_of,
     path_to_trunk,
+    record_layers,
     with_part,
 )
 from ...models.loaded import Described
-from ...models.trunk import TargetEnds
 from .blocks import Block
 from .student import Lesson, Parameters, Student, ends_of, text_config, widened
 

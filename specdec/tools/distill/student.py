@@ -15,10 +15,9 @@ from mlx.utils import tree_map
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...models import layers as models_layers
-from ...models.layers import layers_of
+from ...models.layers import TargetEnds, layers_of
 from ...models.loaded import Described
 from ...models.loading import QUANTIZATION_KEYS
-from ...models.trunk import TargetEnds
 from .blocks import Block
 
 _INSTEAD = "make a block head (kind block)"

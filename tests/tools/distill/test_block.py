@@ -19,9 +19,8 @@ from specdec.cache import CacheOptions, make_batch_caches
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models import LoadedModel, load, load_draft
-from specdec.models.layers import layers_of
+from specdec.models.layers import TargetEnds, layers_of
 from specdec.models.model_outline import outline, outline_draft
-from specdec.models.trunk import TargetEnds
 from specdec.sampling_params import SamplingParams
 from specdec.tools.distill import job
 from specdec.tools.distill.block_student import (
