@@ -478,7 +478,10 @@ class CacheCore:
             sees every column, ``"causal"`` for several.
         """
         longest, _, extent = self._after(N)
-        rules = self._rules_within(window_size, longest if extent == longest else None)
+        rules = self.rules
+        if rules or window_size is not None:
+            bound = longest if extent == longest else None
+            rules = self._rules_within(window_size, bound)
         # Exactly the rows' own columns, oldest first: no array needed.
         offset, layout, until = self.offset, self.layout, self._memo.until
         if self._memo.in_windows and window_size is None:

@@ -206,10 +206,10 @@ class Storage:
         """
         assert self.arrays is not None
         index = slots[:, None, :, None]
-        self.arrays = tuple(
-            mx.put_along_axis(array, index, update, axis=2)
-            for array, update in zip(self.arrays, updates, strict=True)
-        )
+        written = []
+        for array, update in zip(self.arrays, updates, strict=True):
+            written.append(mx.put_along_axis(array, index, update, axis=2))
+        self.arrays = tuple(written)
 
     def write_first(self, updates: Arrays, capacity: int) -> None:
         """Allocate ``capacity`` slots or more; the first of them hold ``updates``."""
@@ -220,7 +220,7 @@ class Storage:
         assert self.arrays is not None
         if extent == self.capacity:
             return self.arrays
-        return tuple(a[:, :, :extent] for a in self.arrays)
+        return tuple([a[:, :, :extent] for a in self.arrays])
 
     def blank(self, rows: int) -> Storage:
         """A storage of the same kind and size, with ``rows`` rows of zeros."""

@@ -37,7 +37,7 @@ class DecodeBatch(Rounds):
         rows: the first rows, one or more; none has tokens yet.
         choice: chooses k, the number of tokens that a round proposes.
         backend: how to shape rounds.
-        observer: sees every round.
+        observer: sees every round, if there is one.
         in_flight: rounds that were dispatched and not read yet. Batches that join each
             other share this queue.
         num_slots: as many as ``rows`` or more.
@@ -56,7 +56,7 @@ class DecodeBatch(Rounds):
         rows: Sequence[Request],
         choice: DraftChoice,
         backend: BackendDefaults,
-        observer: RoundObserver,
+        observer: RoundObserver | None,
         in_flight: deque[BatchRound],
         num_slots: int,
     ):
@@ -220,8 +220,7 @@ class DecodeBatch(Rounds):
         self._target.note_lengths(most - 1, least - 1)
         if self._draft is not None:
             # It may have less of a row that is not drafted for.
-            drafted = all(s and self._is_drafted(s) for s in self.slots)
-            self._draft.note_lengths(most, least if drafted else 0)
+            self._draft.note_lengths(most, least if self._all_drafted else 0)
 
     def _note_rows(self) -> None:
         """Update the fields that depend on the rows."""
@@ -229,6 +228,7 @@ class DecodeBatch(Rounds):
         self._active = mx.array(running, mx.bool_)
         # Whether a row is drafted for: else the drafter need not follow them.
         self._serves = any(s is not None and s.drafts for s in self.slots)
+        self._all_drafted = all(s and self._is_drafted(s) for s in self.slots)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
         self._spoiled.mark(self.slots)
 

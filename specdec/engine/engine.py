@@ -81,7 +81,7 @@ class Engine:
         eos_token_ids: tokens that end a row.
         detokenizer: makes a new streaming detokenizer. Without it, results have
             tokens but no text, and stop texts are not found.
-        observer: sees every round.
+        observer: sees every round, if there is one.
         preflight: knows how much memory requests need; a request waits until there is
             enough. ``None``: memory is not checked.
         length: chooses how many tokens each round drafts; ``None``: always the most
@@ -120,7 +120,7 @@ class Engine:
         self._pace = Pace(target.prefill_step_size)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
-        self._observer = observer or RoundObserver()
+        self._observer = observer
         self._rehearsal = rehearsal or Rehearsal(backend)
         self._scheduler = Scheduler(
             config.batch_size,
@@ -504,7 +504,8 @@ class Engine:
             assert self._running is not None
             self._running.learn(round_, kept)
             self.stats.rounds += 1
-        self._observer.read(round_.num_draft_tokens, rows)
+        if self._observer is not None:
+            self._observer.read(round_.num_draft_tokens, rows)
         if self._prefixes is not None:  # of rows that ended in earlier steps: computed
             self._prefixes.write_computed(1)
         self._retire()

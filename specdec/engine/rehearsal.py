@@ -18,7 +18,7 @@ from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter
 from ..utils.warm_up import warm_up
 from .batch import DecodeBatch
-from .round import BatchRound, DraftChoice, RoundObserver
+from .round import BatchRound, DraftChoice
 
 log = logging.getLogger("specdec.engine")
 
@@ -140,7 +140,7 @@ class _Show:
             rows,
             DraftChoice(self._most),
             self._backend,
-            RoundObserver(),
+            None,
             self._in_flight,
             len(rows),
         )

@@ -66,7 +66,7 @@ class StepOutput:
 
 
 class RoundObserver:
-    """Watches the rounds of a session; this one does nothing.
+    """Watches the rounds of a session; its methods do nothing unless they are defined.
 
     No observer changes the tokens. An observer that waits for the device in
     :meth:`built` makes rounds slower.
@@ -249,7 +249,7 @@ class Rounds:
         drafter: what it proposes is bounded by its context; ``None`` drafts nothing.
         choice: chooses k.
         backend: how to shape rounds.
-        observer: sees every round.
+        observer: sees every round, if there is one.
         in_flight: rounds that were dispatched and not read yet.
 
     Attributes:
@@ -265,6 +265,7 @@ class Rounds:
     _rules: Verifier
     _active: mx.array
     _serves: bool
+    _all_drafted: bool
     _committed: Committed
     _note_rows: Callable[[], None]
 
@@ -273,7 +274,7 @@ class Rounds:
         drafter: Drafter | None,
         choice: DraftChoice,
         backend: BackendDefaults,
-        observer: RoundObserver,
+        observer: RoundObserver | None,
         in_flight: deque[BatchRound],
     ):
         self.most = choice.most if drafter else 0
@@ -398,10 +399,12 @@ class Rounds:
         Nothing here waits for the device, unless a user's function or a grammar does.
         """
         k, draft, rules = plan.num_draft_tokens, self._draft, self._rules
+        watch = self._observer
         self._stale = max(k, self._stale - 1)
         timed = self._choice.policy is not None and not plan.first
         shapes = 0
-        self._observer.begun(k)
+        if watch is not None:
+            watch.begun(k)
         if not plan.first:
             self._idle = 0 if k else self._idle + 1
             self._spoiled.plain_next = self._spoiled.plain_next and k > 0
@@ -418,9 +421,11 @@ class Rounds:
         inputs = committed.recent[:, -1:]
         if proposals is not None:
             inputs = proposals.after(inputs)
-            self._observer.built("draft", inputs)
+            if watch is not None:
+                watch.built("draft", inputs)
         logits = self._target.forward(inputs)
-        self._observer.built("verify", logits)
+        if watch is not None:
+            watch.built("verify", logits)
 
         if self._last[0] != plan.limits:
             self._last = plan.limits, mx.array(plan.limits, mx.int32)
@@ -432,7 +437,8 @@ class Rounds:
         decision = rules.decide(
             round_, inputs, proposals, logits, limit, hidden=hidden, checks=checks
         )
-        self._observer.built("sampling", decision.kept, decision.chosen)
+        if watch is not None:
+            watch.built("sampling", decision.kept, decision.chosen)
 
         # In a plain round of rows that all run, each keeps its token.
         if checks or -1 in plan.limits or decision.errors:

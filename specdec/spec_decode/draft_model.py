@@ -156,15 +156,13 @@ class DraftModelRows(DraftRows):
         self._rows.checkpoint()
 
         def logits_after(proposed: Sequence[mx.array]) -> mx.array:
-            logits = self._forward(proposed[-1] if proposed else inputs)
+            tokens = proposed[-1] if proposed else inputs
+            logits = self._rows.forward(self._draft.read(tokens))
             return self._draft.proposable(logits[:, -1:])
 
         tokens, drawn_from = round_.choose_each(round_.num_draft_tokens, logits_after)
         together = mx.concatenate([round_.recent[:, -1:], *tokens], axis=1)
         return Proposals.within(together, drawn_from)
-
-    def _forward(self, tokens: mx.array) -> mx.array:
-        return self._rows.forward(self._draft.read(tokens))
 
     def _catch_up(self, round_: Round) -> mx.array:
         """Write the tokens that rounds without a draft have committed.
@@ -198,7 +196,7 @@ class DraftModelRows(DraftRows):
         if widest > narrow:
             self._rows.resize(widest)
         for piece in pieces:
-            self._forward(piece.tokens)
+            self._rows.forward(self._draft.read(piece.tokens))
             width = piece.width
             padding = [width - n for n in piece.valid]
             self._rows.trim_per_sequence(

@@ -23,6 +23,7 @@ log = logging.getLogger("specdec.spec_decode")
 T = TypeVar("T")
 
 _OURS: set[type] = set()
+_JOINING = frozenset(("extend", "place"))
 # Methods whose answers the engine reads.
 _CHECKED = frozenset(("propose", "prefill", "rows"))
 
@@ -198,8 +199,8 @@ class _Guarded:
 
     def _call(self, name: str, *args: Any, **named: Any) -> Any:
         watched = self._current()
-        # Rows that join are guarded, too.
-        args = tuple([a._current() if type(a) is _Guarded else a for a in args])
+        if name in _JOINING:  # these rows are guarded, too
+            args = tuple([a._current() if type(a) is _Guarded else a for a in args])
         try:
             answer = getattr(watched, name)(*args, **named)
             return self._checked(name, args, answer) if name in _CHECKED else answer

@@ -161,13 +161,13 @@ def test_a_draft_that_does_not_catch_up_is_noticed(
 def test_catching_up_takes_chunks(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 tokens are a few forwards, not a hundred."""
     widths: list[int] = []
-    forward = draft_model.DraftModelRows._forward
+    read = draft_model.DraftModel.read
 
     def noted(self: Any, tokens: Any) -> Any:
         widths.append(tokens.shape[1])
-        return forward(self, tokens)
+        return read(self, tokens)
 
-    monkeypatch.setattr(draft_model.DraftModelRows, "_forward", noted)
+    monkeypatch.setattr(draft_model.DraftModel, "read", noted)
     script = Script(lambda number: 0 if number < 300 else 1)
     exact(target, target, PROMPTS[1:3], 310, num_draft_tokens=4, length=script)
     assert widths[:3] == [128, 128, 44]
