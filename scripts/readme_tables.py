@@ -10,9 +10,11 @@ results.
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,15 +40,19 @@ class Row:
 
     Args:
         label: what was measured.
-        folder: a folder of ``specdec bench`` below benchmarks/results.
-        drafts: whether the system drafts; the only drafting one of the folder.
+        results: below benchmarks/results a folder of ``specdec bench``, or a file of
+            jobs.
+        drafts: whether the system drafts; the only drafting one of a folder, and
+            ``auto`` in a file.
         over: ``no draft``, or ``mlx-lm``, which has none.
+        prompts: the set of prompts, in a file.
     """
 
     label: str
-    folder: str
+    results: str
     drafts: bool
     over: str
+    prompts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,35 @@ TABLES = {
 }
 
 
-def times(figures: Figures, row: Row, batch: int) -> str:
-    """A cell: the median ratio, pass by pass."""
+class Jobs:
+    """A file of jobs: seconds and tokens of each pass of each system."""
+
+    def __init__(self, path: Path):
+        raw = json.loads(path.read_text("utf-8"))
+        each = [dict(zip(raw["columns"], job, strict=True)) for job in raw["jobs"]]
+        #: By prompts, rows, system and pass.
+        self.rates = {
+            (job["set"], job["rows"], job["system"], job["pass"]): job["tokens"]
+            / job["seconds"]
+            for job in each
+        }
+
+    def ratios(self, row: Row, batch: int) -> list[float]:
+        """Ratios of a row of a table, pass by pass."""
+        system = "auto" if row.drafts else "no draft"
+        return [
+            rate / self.rates[row.prompts, batch, row.over, number]
+            for (prompts, rows, name, number), rate in self.rates.items()
+            if (prompts, rows, name) == (row.prompts, batch, system)
+            and (row.prompts, batch, row.over, number) in self.rates
+        ]
+
+
+def ratios_of(results: Figures | Jobs, row: Row, batch: int) -> Sequence[float]:
+    """Ratios of a row of a table, pass by pass."""
+    if isinstance(results, Jobs):
+        return results.ratios(row, batch)
+    figures = results
     (system,) = (
         f
         for f in figures.cells.values()
@@ -101,7 +134,13 @@ def times(figures: Figures, row: Row, batch: int) -> str:
         and f.cell.system == "specdec"
     )
     over = figures.mlx_lm if row.over == "mlx-lm" else figures.plain
-    return f"{statistics.median(system.ratios(over(system))):.2f} times"
+    return system.ratios(over(system))
+
+
+def read(name: str) -> Figures | Jobs:
+    """The results of that name."""
+    path = RESULTS / name
+    return Jobs(path) if path.suffix == ".json" else Figures(Results.read(path))
 
 
 def render(table: Table, root: str) -> str:
@@ -110,17 +149,26 @@ def render(table: Table, root: str) -> str:
     Args:
         root: relative path from the page to the repository's root.
     """
-    names = dict.fromkeys(row.folder for row in table.rows)
-    read = {name: Figures(Results.read(RESULTS / name)) for name in names}
-    rows = [
-        [row.label, *(times(read[row.folder], row, batch) for batch in table.batches)]
+    sources = {row.results: read(row.results) for row in table.rows}
+    cells = [
+        [ratios_of(sources[row.results], row, batch) for batch in table.batches]
         for row in table.rows
     ]
+    rows = [
+        [row.label, *(f"{statistics.median(each):.2f} times" for each in ratios)]
+        for row, ratios in zip(table.rows, cells, strict=True)
+    ]
     header = [f"{n} row{'s' * (n > 1)}" for n in table.batches]
-    links = [f"[{name}]({root}benchmarks/results/{name}/report.md)" for name in read]
-    passes = min(len(f.counted) for each in read.values() for f in each.cells.values())
-    made = markdown_table([table.title, *header], rows)
-    return f"{made}\nMedians of {passes} passes: {', '.join(links)}.\n"
+    links = [f"[{name}]({root}benchmarks/results/{page_of(name)})" for name in sources]
+    counts = sorted({len(each) for ratios in cells for each in ratios})
+    passes = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
+    text = markdown_table([table.title, *header], rows)
+    return f"{text}\nMedians of {passes} passes: {', '.join(links)}.\n"
+
+
+def page_of(name: str) -> str:
+    """The page of results, below benchmarks/results."""
+    return name.replace(".json", ".md") if ".json" in name else f"{name}/report.md"
 
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)

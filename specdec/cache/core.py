@@ -495,7 +495,8 @@ class CacheCore:
         def compute() -> mx.array:
             sees = until
             if both_ways:
-                sees = mx.broadcast_to((offset + (N - 1))[:, None], (len(offset), N))
+                last = unfused(mx.add, offset, mx.array(N - 1))
+                sees = mx.broadcast_to(last[:, None], (len(offset), N))
             visible = visible_slots(layout, rules, offset, N, extent, until=sees)
             mask = visible if dtype is None else additive_mask(visible, dtype)
             if heads == 1 or len(offset) == 1 or N > FEW_QUERIES:

@@ -104,13 +104,17 @@ class StateRows(DraftRows):
     Args:
         drafter: the drafter that they belong to.
         num_rows: B.
-        size: width of a state.
+        size: width of a state; 0: the head has none.
     """
 
     def __init__(self, drafter: HeadDrafter, num_rows: int, size: int):
         self._drafter = drafter
         # The head's output for each row's last token, if it has any, shape (B, 1, D).
-        self._state = mx.zeros((num_rows, 1, size))
+        self._outputs = [mx.zeros((num_rows, 1, size))] if size else []
+
+    @property
+    def _state(self) -> mx.array:
+        return self._outputs[0]
 
     def _keep(self, outputs: mx.array | None, kept: mx.array | Sequence[int]) -> None:
         """Keep the head's output for the last of each row's new tokens.
@@ -126,25 +130,28 @@ class StateRows(DraftRows):
         last = mx.maximum(kept - 1, 0)[:, None, None]
         new = mx.take_along_axis(outputs, last, axis=1)
         state = self._state.astype(new.dtype)
-        self._state = mx.where((kept > 0)[:, None, None], new, state)
+        self._outputs = [mx.where((kept > 0)[:, None, None], new, state)]
 
     def filter(self, rows: Sequence[int]) -> None:
-        self._state = self._state[mx.array(list(rows), mx.int32)]
+        self._outputs = [s[mx.array(list(rows), mx.int32)] for s in self._outputs]
 
     def make_finite(self, rows: Sequence[int]) -> None:
         # States of other rows that are not finite are of no more use.
-        zero = mx.zeros((), self._state.dtype)
-        self._state = mx.where(mx.isfinite(self._state), self._state, zero)
+        self._outputs = [
+            mx.where(mx.isfinite(s), s, mx.zeros((), s.dtype)) for s in self._outputs
+        ]
 
     @property
     def nbytes(self) -> int:
-        return self._state.nbytes
+        return sum(s.nbytes for s in self._outputs)
 
     def extend(self, other: StateRows) -> None:
-        self._state = mx.concatenate([self._state, other._state])
+        both = zip(self._outputs, other._outputs, strict=True)
+        self._outputs = [mx.concatenate([*pair]) for pair in both]
 
     def place(self, rows: Sequence[int], other: StateRows, num_rows: int) -> None:
-        self._state = put_rows(self._state, rows, other._state)
+        both = zip(self._outputs, other._outputs, strict=True)
+        self._outputs = [put_rows(s, rows, new) for s, new in both]
 
 
 @ours
@@ -159,7 +166,7 @@ class AssistantRows(StateRows):
     ) -> None:
         """Keep the state of the last token of a chunk of the prompts."""
         self._keep(self._drafter.head.absorb(hidden, following, []), lengths)
-        mx.async_eval(self._state)
+        mx.async_eval(self._outputs)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
         """Keep the target's state at the last token that its caches hold."""
@@ -167,7 +174,7 @@ class AssistantRows(StateRows):
         head = self._drafter.head
         self._keep(head.absorb(accepted.hidden, accepted.chosen, []), accepted.kept)
         if not round_.num_draft_tokens:
-            mx.async_eval(self._state)
+            mx.async_eval(self._outputs)
 
     def propose(self, round_: Round) -> Proposals:
         """Choose k tokens per row, each fed back with the state of the step before."""
@@ -211,7 +218,9 @@ class HeadRows(StateRows):
     """
 
     def __init__(self, drafter: HeadDrafter, rows: ModelRows):
-        super().__init__(drafter, rows.num_rows, drafter.head.args.sizes.hidden_size)
+        size = drafter.head.args.sizes.hidden_size
+        has_state = not isinstance(drafter.head, BlockHead)
+        super().__init__(drafter, rows.num_rows, has_state * size)
         self._rows = rows
 
     @property
@@ -230,7 +239,7 @@ class HeadRows(StateRows):
     def _evaluate(self) -> None:
         """Start computing what was written, so that graphs do not grow."""
         self._rows.evaluate()
-        mx.async_eval(self._state)
+        mx.async_eval(self._outputs)
 
     def prefill(self) -> Iterator[None]:
         """Give back the memory that only prompts needed."""

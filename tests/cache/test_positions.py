@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.cache import BatchKVCache, Memo
 from specdec.cache.positions import (
     ChunkedRule,
     LinearLayout,
@@ -83,3 +85,20 @@ def test_additive_masks_keep_softmax_finite() -> None:
     mask = additive_mask(mx.array([[True, False]]), mx.float16)
     assert mask.dtype == mx.float16
     assert mx.softmax(mask, axis=-1).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_a_mask_needs_no_kernel_of_its_own(both_ways: bool, tmp_path: Path) -> None:
+    """MLX takes seconds to compile one on CUDA, and one more for each number in it."""
+    cache = BatchKVCache(2, read_bucket=16, additive_mask=True)
+    cache.update_and_fetch(mx.ones((2, 1, 5, 4)), mx.ones((2, 1, 5, 4)))
+    cache.trim_per_sequence([0, 2])
+
+    @mx.compile
+    def mask_of(offset: mx.array) -> Any:
+        twin = cache.without_arrays().holding(cache.arrays, offset, Memo())
+        return twin.make_mask(3, both_ways=both_ways)
+
+    file = tmp_path / "graph.dot"
+    mx.export_to_dot(str(file), mask_of(cache.offset))
+    assert "Compiled" not in file.read_text("utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -24,17 +25,29 @@ def test_every_table_is_shown_somewhere() -> None:
 
 
 def test_numbers_are_those_of_the_reports() -> None:
-    """Two programs worked them out: ``specdec bench``, when it ran, and this script."""
+    """Two programs worked them out: one when it was measured, and this script."""
     for table in script.TABLES.values():
         shown = script.render(table, "").splitlines()[2:]
         for row, line in zip(table.rows, shown, strict=False):
-            report = (RESULTS / row.folder / "report.md").read_text("utf-8")
-            column = 3 if row.over == "no draft" else 4
+            report = (RESULTS / script.page_of(row.results)).read_text("utf-8")
             for batch, ours in zip(table.batches, line.split("|")[2:], strict=False):
                 (theirs,) = (
-                    each.split("|")[column].split()[0]
+                    each.split("|")[_column(row)].split()[0]
                     for each in report.splitlines()
-                    if re.match(rf"\| batch {batch}: specdec, ", each)
-                    and ("no draft" not in each) == row.drafts
+                    if _is_of(each, row, batch)
                 )
                 assert ours.split()[0] == theirs
+
+
+def _column(row: Any) -> int:
+    if row.prompts is not None:  # over no draft; over mlx-lm; no draft over mlx-lm
+        return 5 if row.over == "no draft" else 6 if row.drafts else 7
+    return 3 if row.over == "no draft" else 4
+
+
+def _is_of(line: str, row: Any, batch: int) -> bool:
+    """Whether a line of a report has the numbers of a row of a table."""
+    if row.prompts is not None:
+        return line.startswith(f"| {row.prompts} | {batch} |")
+    system = re.match(rf"\| batch {batch}: specdec, ", line)
+    return bool(system) and ("no draft" not in line) == row.drafts

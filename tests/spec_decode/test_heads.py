@@ -300,7 +300,7 @@ def test_rows_are_placed_with_their_own_context(
         return rows
 
     def contents(rows: Any) -> list[Any]:
-        arrays = [mx.array(rows._state)]
+        arrays = [mx.array(state) for state in rows._outputs]
         for cache in rows.context._caches:
             arrays += [cache.keys[:, :, :8], cache.values[:, :, :8], cache.offset]
         return [np.array(a) for a in arrays]
@@ -652,5 +652,6 @@ def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
         for cache in rows.context._caches:
             assert cache.keys.dtype == mx.bfloat16
         chained = "eagle" in name
-        assert rows._state.dtype == (mx.bfloat16 if chained else mx.float32)
-        assert rows.nbytes > rows.context.nbytes > 0
+        assert [s.dtype for s in rows._outputs] == [mx.bfloat16] * chained
+        states = sum(s.nbytes for s in rows._outputs)
+        assert rows.nbytes == states + rows.context.nbytes > states
