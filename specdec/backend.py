@@ -66,9 +66,8 @@ class BackendDefaults:
             as many heads as queries have.
         shares_memory: the system has no other memory than the device, so buffers that
             MLX keeps for reuse are limited while rows decode, too.
-        most_copied: the most bytes of the target's caches that a round may copy, since
-            to wait until the one before is computed takes longer. ``None``: it need not
-            wait, since MLX is too few operations ahead of the device to copy.
+        copied_layers: MLX is at most so many layers ahead of the device. A write copies
+            a cache that one of them reads, unless it is in place. 0: too few to matter.
         draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
         verify_widths: the numbers of tokens of the verify forwards that are timed.
     """
@@ -87,7 +86,7 @@ class BackendDefaults:
     kernels: bool = False
     boolean_masks: bool = False
     shares_memory: bool = False
-    most_copied: int | None = None
+    copied_layers: int = 0
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
 
@@ -148,7 +147,8 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             prefills_by_layers=True,
             most_chunk_tokens=8192,
             kernels=True,
-            most_copied=2**29,
+            # Ten graphs or command buffers of 50 to 100 operations.
+            copied_layers=25,
         ),
         # Not measured; docs/devices.md derives these values from MLX's source. A new
         # length costs nothing; the bucket fills the attention kernel's blocks.
@@ -160,7 +160,7 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             static_shapes=False,
             boolean_masks=True,
             shares_memory=True,
-            most_copied=2**26,
+            copied_layers=25,
             draft_lengths=(0, 1, 2, 3, 4, 7),
             verify_widths=(1, 2, 3, 4, 5, 8),
         ),

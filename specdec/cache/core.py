@@ -48,6 +48,9 @@ LINEAR, DENSE = LinearLayout(), DenseCodec()
 #: The most queries of MLX's attention kernel for few queries on Metal. With several
 #: rows, it copies a mask of one head for all heads, in each layer.
 FEW_QUERIES = 8
+# The most tokens of a row whose write may be left to attention. Packed keys are not:
+# what unpacks them reads no queries, by which the device knows that they are written.
+FEW_TOKENS = 16
 
 
 class Memo:
@@ -111,6 +114,7 @@ class Settings(TypedDict, total=False):
     mask_heads: int
     unpacks: bool | None
     exact_alone: bool
+    in_place: bool
     memo: Memo | None
 
 
@@ -149,6 +153,8 @@ class CacheCore:
         exact_alone: the only query of a batch of one row of known length reads exactly
             what the row holds, which needs no mask; if false, its shapes repeat as
             others do.
+        in_place: leave writes of few tokens to attention, which gets what is
+            :class:`~specdec.cuda.cache_write.Unwritten`.
         memo: shared by the caches of one model, see :class:`Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -175,6 +181,7 @@ class CacheCore:
         mask_heads: int = 1,
         unpacks: bool | None = None,
         exact_alone: bool = True,
+        in_place: bool = False,
         memo: Memo | None = None,
         options: Options | None = None,
     ):
@@ -204,6 +211,7 @@ class CacheCore:
             "mask_heads": mask_heads,
             "unpacks": unpacks,
             "exact_alone": exact_alone,
+            "in_place": in_place,
         }
         self._memo = Memo() if memo is None else memo
         self._storage = Storage(codec)
@@ -342,7 +350,7 @@ class CacheCore:
         Returns:
             Keys and values of ``extent`` columns, (B, kv_heads, extent, head_dim);
             for a quantized cache, triples (packed, scales, biases), unless it
-            unpacks them.
+            unpacks them; with ``in_place``, what attention has yet to write.
 
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
@@ -362,6 +370,11 @@ class CacheCore:
                 num_tokens,
                 lambda: layout.slots(positions_after(offset, num_tokens)),
             )
+            few = num_tokens <= FEW_TOKENS and not self.packing
+            if few and self._options["in_place"]:
+                self._advance(num_tokens, longest)
+                unwritten: Any = storage.write_later(updates, slots, extent)
+                return unwritten, unwritten
             storage.write(updates, slots)
         self._advance(num_tokens, longest)
         return self._read(extent)

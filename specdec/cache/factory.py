@@ -51,7 +51,8 @@ class CacheOptions:
         additive_mask: make masks of 0 and minus infinity in the type of the scores
             (faster on a GPU) in place of boolean ones. Not for models that
             :func:`reads_boolean_masks` finds.
-        mask_heads, unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
+        mask_heads, unpacks, exact_alone, in_place: see
+            :class:`~specdec.cache.core.CacheCore`.
         packs_members: quantize all caches of a layer that has several; if false, only
             the first, since others may belong to an indexer, which reads and sets its
             arrays itself.
@@ -72,6 +73,7 @@ class CacheOptions:
     mask_heads: int = 1
     unpacks: bool | None = None
     exact_alone: bool = True
+    in_place: bool = False
     packs_members: bool = True
     single_stays: bool = False
 
@@ -185,11 +187,12 @@ def check_caches(
     attention reads, and head sizes that the quantization group does not divide. Code
     that cannot take packed keys (latent attention, attention sinks, layers that use the
     keys of others) gets them unpacked, one layer at a time. Code that does not take
-    masks of several heads gets masks of one.
+    masks of several heads gets masks of one, and caches are not written in place where
+    code does anything with keys but attend to them.
 
     Returns:
-        The options, with ``unpacks``, or without ``packs_members`` or ``mask_heads``,
-        if the model needs that.
+        The options, with ``unpacks``, or without ``packs_members``, ``mask_heads`` or
+        ``in_place``, if the model needs that.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
@@ -211,6 +214,8 @@ def check_caches(
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever a model's code raises
+        if options.in_place:
+            return check_caches(model, name, replace(options, in_place=False))
         if options.mask_heads > 1:
             return check_caches(model, name, replace(options, mask_heads=1))
         if options.kv_bits is not None and not options.unpacks:
@@ -290,6 +295,7 @@ def make_batch_caches(
         "mask_heads": options.mask_heads,
         "unpacks": options.unpacks,
         "exact_alone": options.exact_alone,
+        "in_place": options.in_place,
         "memo": Memo() if memo is None else memo,
     }
     return [_make(cache, batch_size, options, settings) for cache in caches]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..cuda.cache_write import Unwritten
 from ..errors import CacheError
 from .positions import whole
 
@@ -165,17 +166,33 @@ def placed(arrays: Arrays, updates: Arrays, index: Index) -> Arrays:
 class Storage:
     """Rows of slots; knows nothing of positions.
 
-    ``arrays`` is ``None`` until the first write, which fixes heads, features
-    and dtypes.
-
     Attributes:
         least: the fewest slots that the first write allocates.
+        waiting: what attention is to write, see :meth:`write_later`.
     """
+
+    waiting: Unwritten | None
+    _arrays: Arrays | None
 
     def __init__(self, codec: Codec, arrays: Arrays | None = None):
         self.codec = codec
         self.arrays = arrays
         self.least = 0
+
+    @property
+    def arrays(self) -> Arrays | None:
+        """What is stored; ``None`` until the first write, which fixes shapes and types.
+
+        If a write waits for attention, MLX writes now.
+        """
+        if (waiting := self.waiting) is not None:
+            self.waiting = None
+            self.write(waiting.new, waiting.slots)
+        return self._arrays
+
+    @arrays.setter
+    def arrays(self, arrays: Arrays | None) -> None:
+        self.waiting, self._arrays = None, arrays
 
     @property
     def capacity(self) -> int:
@@ -210,6 +227,15 @@ class Storage:
         for array, update in zip(self.arrays, updates, strict=True):
             written.append(mx.put_along_axis(array, index, update, axis=2))
         self.arrays = tuple(written)
+
+    def write_later(self, updates: Arrays, slots: mx.array, extent: int) -> Unwritten:
+        """As :meth:`write`, in place and once attention asks for ``extent`` slots.
+
+        Dense keys and values only. Nothing may hold the arrays and read them later.
+        """
+        assert self.arrays is not None
+        self.waiting = waiting = Unwritten(self, updates, slots, extent)
+        return waiting
 
     def write_first(self, updates: Arrays, capacity: int) -> None:
         """Allocate ``capacity`` slots or more; the first of them hold ``updates``."""

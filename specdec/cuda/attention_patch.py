@@ -19,7 +19,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
-from . import decode_attention
+from . import cache_write, decode_attention
+from .cache_write import Unwritten
 from .kernels import TYPES
 from .modules import Derived
 
@@ -45,6 +46,8 @@ def attending_by(kernel: Any) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        if isinstance(keys, Unwritten):
+            queries, keys, values = keys.written(queries)
         # Without a cache the model may be training, and the kernel has no gradient.
         usual = cache is None or sinks is not None
         if usual or not kernel.takes(queries, keys, values, mask):
@@ -93,27 +96,31 @@ def attending_kind(kind: Any, kernel: Any = decode_attention) -> Any:
 def take_few_queries(model: nn.Module) -> None:
     """Let the kernel compute the model's attention of few queries, in place.
 
-    This tries the kernel for the head sizes and types that the model has.
+    This tries the kernel, and writes in place before it, for the head sizes and types
+    that the model has.
     """
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
         kind = attending_kind(module.__class__)
         if kind is None:
             continue
-        tried = [decode_attention.proven(form) for form in _forms(module)]
-        if any(tried):
+        forms = [form for form in _forms(module) if decode_attention.proven(form)]
+        if forms:
             module.__class__ = kind
+        for form in forms:
+            cache_write.proven(form)
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_few_queries` asks for: one for each form."""
     modules: list[tuple[str, Any]] = model.named_modules()
-    return decode_attention.proven.of(
+    forms = [
         form
         for _, module in modules
         if attending_kind(module.__class__) is not None
         for form in _forms(module)
-    )
+    ]
+    return [*decode_attention.proven.of(forms), *cache_write.proven.of(forms)]
 
 
 def _forms(module: nn.Module) -> Iterable[tuple[int, mx.Dtype]]:

@@ -90,7 +90,7 @@ class Proofs(Generic[Form]):
         agrees: Callable[[Form], bool],
         supports: Callable[[Form], bool] = lambda form: True,
     ):
-        self._name, self._agrees, self._supports = name, agrees, supports
+        self._name, self._agrees, self.supports = name, agrees, supports
         self.verdicts: dict[Form, bool] = {}
 
     def __call__(self, form: Form) -> bool:
@@ -100,7 +100,7 @@ class Proofs(Generic[Form]):
         """
         if form not in self.verdicts:
             check = partial(self._agrees, form)
-            supported = self._supports(form)
+            supported = self.supports(form)
             self.verdicts[form] = supported and holds(self.named(form), check)
         return self.verdicts[form]
 

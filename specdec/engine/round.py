@@ -43,8 +43,6 @@ Part = Literal["draft", "verify", "sampling"]
 IDLE = 64
 # Rounds of a row without an accepted token, after which a draft looks at what it keeps.
 FRUITLESS = 16
-# The most layers of a target whose rounds wait for caches: docs/devices.md has times.
-FEW_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -291,8 +289,6 @@ class Rounds:
         self._spoiled = _Spoiled()
         # The limits of the last round as an array; most rounds use it again.
         self._last: tuple[tuple[int, ...], mx.array] = (), mx.array([], mx.int32)
-        # Arrays of the last round: computed once half of it is, and once all of it is.
-        self._before: tuple[list[mx.array], list[mx.array]] = [], []
 
     @property
     def unfinished(self) -> list[Request]:
@@ -446,8 +442,7 @@ class Rounds:
         self._committed = committed = decision.committed
 
         ahead = [committed.recent, committed.lengths, self._target.offset]
-        results = [decision.packed, decision.peaks, *ahead]
-        self._hand_over(results)
+        mx.async_eval([decision.packed, decision.peaks, *ahead])
         # Afterwards, since some drafters hand over what they commit.
         if draft is not None and self._serves and not plan.first:
             draft.commit(round_, decision)
@@ -455,31 +450,6 @@ class Rounds:
             self._timer.interrupt(new_shape=k > 0)
         plan.rows, plan.decision = tuple(self.slots), decision
         self._in_flight.append(plan)
-
-    def _hand_over(self, results: list[mx.array]) -> None:
-        """Start computing a round, so that a shallow target copies no large cache.
-
-        A write copies a cache that a command in flight still reads. So each half of the
-        layers waits for the same half of the round before; the device computes the
-        other meanwhile. With more layers MLX is not a whole round ahead, and waiting
-        costs more than it saves.
-
-        Args:
-            results: all that the host will read or the next round needs.
-        """
-        half, whole = self._before
-        target, most = self._target, self._backend.most_copied
-        shallow = most is not None and target.num_caches <= FEW_LAYERS
-        if shallow and most is not None and target.nbytes > most:
-            middle = target.halfway()
-            mx.eval(half)
-            mx.async_eval(middle[:1])
-            mx.eval(whole)
-            # Unlike the array of a layer, these do not hold its cache.
-            half = mx.depends([mx.zeros(1)], middle[1:])
-            mx.async_eval(half)
-        mx.async_eval(results)
-        self._before = half, results[:1]
 
     @property
     def _new_shapes(self) -> int:

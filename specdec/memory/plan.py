@@ -108,6 +108,7 @@ class ModelGeometry:
         feature_bytes: for a draft head, bytes of the target's hidden states of one
             token that it reads: recorded, joined and normed.
         proposes_blocks: whether one forward computes the logits of all proposals.
+        in_place: whether rounds write caches in place; elsewhere writes may copy them.
     """
 
     name: str
@@ -126,6 +127,7 @@ class ModelGeometry:
     loading_bytes: int = 0
     feature_bytes: int = 0
     proposes_blocks: bool = False
+    in_place: bool = False
 
     def layer_bytes(
         self,
@@ -290,9 +292,10 @@ class MemoryPlan:
                 width = max(width, min(CATCH_UP_STEP, held))
                 writes = width + backend.pad_single_token
             self._add(parts, name, rows, held, width, writes)
-            # Each forward in flight may have copied caches, if they are small.
-            copied = min(parts[f"{name} KV cache"], backend.most_copied or 0)
-            copies += copied * (max(1, k) if name == "draft" else self._ahead)
+            if not model.in_place:
+                times = max(1, k) if name == "draft" else self._ahead
+                times = min(times, backend.copied_layers // max(1, len(model.caches)))
+                copies += times * parts[f"{name} KV cache"]
             if k:
                 inputs += len(rows) * width * sum(c.held_bytes for c in model.caches)
         # Rows that leave and rows that join in one step copy a layer twice more.

@@ -28,6 +28,7 @@ from ..cache import (
 )
 from ..config import EngineConfig
 from ..cuda import gated_delta
+from ..cuda.decode_attention import SIZES
 from ..cuda.modules import leaves_of
 from ..models.draft_heads import DraftHead
 from ..models.layers import arrays_of
@@ -153,7 +154,8 @@ def geometry_of(
     elem_bytes: int = logits.dtype.size
     # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
     score_bytes = (2 if latent else 1) * heads * elem_bytes + 4
-    if kernels and elem_bytes == 2 and not latent and head <= FUSED_HEAD:
+    ours = kernels and elem_bytes == 2 and not latent
+    if ours and head <= FUSED_HEAD:
         score_bytes = min(score_bytes, MASK_BYTES)
     widths = _layer_widths(model, config, kernels)
     flat = tuple(map(_cache_geometry, caches))
@@ -189,6 +191,10 @@ def geometry_of(
         loading_bytes=loading_bytes,
         feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
         proposes_blocks=isinstance(model, DraftHead) and model.at_once,
+        in_place=ours
+        and head in SIZES
+        and not isinstance(model, DraftHead)
+        and not any(c.packing for c in caches),
     )
 
 

@@ -104,6 +104,8 @@ class ModelRunner:
             additive_mask=not (backend.boolean_masks or reads_boolean_masks(model)),
             mask_heads=query_heads(model) if backend.boolean_masks else 1,
             exact_alone=not single and getattr(model, "attends_alone", True),
+            # Entries of a draft head may have no result that later ones depend on.
+            in_place=backend.kernels and single and not hasattr(model, "attends_alone"),
         )
         self.options = check_caches(model, name, self.options)
         # An array that is not computed yet belongs to the thread that made it, and
@@ -402,11 +404,6 @@ class ModelRows:
         return 0 if self.runner.compiled is None else self.runner.compiled.new_shapes
 
     @property
-    def num_caches(self) -> int:
-        """The number of layers that have a cache."""
-        return len(self._caches)
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
@@ -533,17 +530,6 @@ class ModelRows:
         max_write += self.runner.backend.pad_single_token
         for cache in self._caches:
             cache.resize(max_write)
-
-    def halfway(self) -> list[mx.array]:
-        """What the last forward has written halfway: one array of each of two layers.
-
-        Attention of all layers before the second one is computed before its array.
-        There are none if too few layers store keys and values.
-        """
-        caches = [c for c in members(self._caches) if not _is_recurrent(c)]
-        middle = len(caches) // 2
-        pair = caches[middle - 1 : middle + 1] if middle else []
-        return [] if any(c.empty() for c in pair) else [c.arrays[-1] for c in pair]
 
     def evaluate(self) -> None:
         """Start computing what was written, without waiting for it."""

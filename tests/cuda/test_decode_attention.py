@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
-from specdec.cuda import attention_patch, decode_attention
+from specdec.cuda import attention_patch, cache_write, decode_attention
 from specdec.cuda.attention_patch import take_few_queries
 from specdec.cuda.kernels import TYPES
 from specdec.models import precision
@@ -187,6 +187,7 @@ def test_decoding_asks_for_it_and_says_the_same(
     for module in (decode_attention, attention_patch):
         monkeypatch.setattr(module, "TYPES", {mx.float32: "f32"})
     monkeypatch.setattr(decode_attention.proven, "verdicts", {(8, mx.float32): True})
+    monkeypatch.setattr(cache_write.proven, "verdicts", {(8, mx.float32): False})
     config = EngineConfig(batch_size=3, num_draft_tokens=2)
     prompts, params = [[1, 2, 3], [4, 5], [6] * 30], SamplingParams(max_tokens=20)
 

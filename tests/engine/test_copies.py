@@ -2,24 +2,33 @@
 
 MLX copies an array that a command in flight still reads, instead of writing into it. On
 the CPU it is at most some 50 operations ahead, so these models have few.
+
+The kernel that writes in place on CUDA has a stand-in here, which writes at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from specdec import backend
+from specdec.cache.core import FEW_TOKENS
 from specdec.cache.storage import Storage
 from specdec.config import EngineConfig
+from specdec.cuda import cache_write
+from specdec.cuda.attention_patch import usual_calls
 from specdec.decoder import SpecDecoder
+from specdec.models.precision import cast
 from specdec.sampling_params import SamplingParams
 from specdec.tools.decoding import token_level
+from tests.cuda.test_cache_write import attending
 
 HEADS, SIZE, VOCAB, ROWS, LENGTH = 8, 64, 32, 8, 1000
 LAYER = 2 * ROWS * LENGTH * HEADS * SIZE * mx.float32.size
@@ -54,20 +63,24 @@ class Model(nn.Module):
         return logits
 
 
-@pytest.fixture(autouse=True)
-def _waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's settings, but for copies: they are as on a GPU with large caches."""
-    waiting = replace(backend.defaults("cpu"), most_copied=0)
-    monkeypatch.setattr(backend, "defaults", lambda name=None: waiting)
+def held(
+    layers: int, k: int = 0, change: Callable[[nn.Module], object] = mx.eval
+) -> float:
+    """The most bytes that six rounds hold, by those of a layer's keys and values.
 
-
-def held(layers: int) -> float:
-    """The most bytes that six rounds hold, by those of a layer's keys and values."""
-    model = Model(layers)
-    mx.eval(model)
+    Args:
+        k: with it, a draft of two layers proposes.
+        change: changes both models.
+    """
+    model, draft = Model(layers), Model(2)
+    for each in (model, draft):
+        change(each)
+        mx.eval(each)
     before, reset = mx.get_active_memory(), False
-    config = EngineConfig(batch_size=ROWS, prefill_step_size=512)
-    decoder = SpecDecoder(token_level(model), config=config)
+    config = EngineConfig(batch_size=ROWS, prefill_step_size=512, num_draft_tokens=k)
+    decoder = SpecDecoder(
+        token_level(model), token_level(draft) if k else None, config=config
+    )
     prompts = [[i % VOCAB for i in range(LENGTH + row)] for row in range(ROWS)]
     params = SamplingParams(max_tokens=60)
     for _ in decoder.stream(prompts, params):
@@ -79,16 +92,60 @@ def held(layers: int) -> float:
     return (mx.get_peak_memory() - before) / LAYER
 
 
-@pytest.mark.parametrize("layers", [1, 4])
-def test_no_cache_is_copied(layers: int) -> None:
-    """One round ahead copied the target's."""
-    assert layers <= held(layers) < 1.1 * layers + 0.2
+def memory(array: mx.array) -> Any:
+    """The array's own memory, as numbers of 16 bits."""
+    mx.eval(array)
+    return np.array(array.view(mx.uint16), copy=False)
+
+
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Settings as on CUDA, and the tokens of each write that MLX does all the same."""
+    seen: list[int] = []
+
+    def in_place(queries: Any, cache: Any, new: Any, slots: Any) -> Any:
+        out = mx.contiguous(queries) + 0
+        rows = np.arange(len(slots))[:, None]
+        for array, update in zip(cache, new, strict=True):
+            moved = memory(mx.contiguous(update)).swapaxes(1, 2)
+            memory(array)[rows, :, np.array(slots)] = moved
+        return out, tuple(mx.depends(list(cache), [out]))
+
+    usual = Storage.write
+
+    def write(self: Any, updates: Any, slots: mx.array) -> None:
+        if len(slots) != 3:  # the rows with which a model is checked
+            seen.append(slots.shape[1])
+        usual(self, updates, slots)
+
+    monkeypatch.setattr(cache_write, "write", in_place)
+    monkeypatch.setattr(cache_write, "takes", lambda *_: True)
+    monkeypatch.setattr(Storage, "write", write)
+    few = replace(
+        backend.defaults("cpu"),
+        kernels=True,
+        costs_by_token=False,
+        static_shapes=True,
+        pad_single_token=True,
+    )
+    monkeypatch.setattr(backend, "defaults", lambda name=None: few)
+    return seen
+
+
+@pytest.mark.parametrize(("layers", "k"), [(1, 0), (1, 4), (12, 4)])
+def test_target_and_draft_hold_each_cache_once(
+    widths: list[int], layers: int, k: int
+) -> None:
+    """A draft's k writes in a round copied its caches k times."""
+    own = (1 + 16 / LENGTH) * (layers + 2 * (k > 0))
+    assert layers <= held(layers, k, attending) < 1.1 * own + 0.2
+    assert all(width > FEW_TOKENS for width in widths)
 
 
 def test_a_cache_that_something_holds_is_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The planted fault: arrays of former writes are kept, as by a forgotten name."""
+    """The planted fault: arrays before a write of MLX's are kept, as in flight."""
     kept: list[Any] = []
     write = Storage.write
 
@@ -98,3 +155,41 @@ def test_a_cache_that_something_holds_is_copied(
 
     monkeypatch.setattr(Storage, "write", keeping)
     assert held(1) > 1.9
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+@pytest.mark.parametrize("k", [0, 4])
+def test_tokens_are_the_same_if_caches_are_written_in_place(
+    tiny_model: Callable[..., Any], widths: list[int], layers: int, k: int
+) -> None:
+    """With rounds in flight, joins, rows that end, and prefixes of earlier prompts.
+
+    Whoever holds arrays of a cache until later would see what was written since.
+    """
+    target, draft = (
+        cast_to_half(tiny_model("llama", num_hidden_layers=n, seed=n))
+        for n in (layers, 2)
+    )
+    prompts = [
+        [i % 30 for i in range(begin, begin + 20)] for begin in (0, 7, 3, 7, 0, 1)
+    ]
+    params = SamplingParams(max_tokens=24)
+    config = EngineConfig(batch_size=4, num_draft_tokens=k, prefix_cache_memory=2**24)
+    outputs = []
+    for change in (attending, usual_calls):
+        change(target)
+        change(draft)
+        decoder = SpecDecoder(
+            token_level(target), token_level(draft) if k else None, config=config
+        )
+        for _ in range(2):  # the second time from prefixes
+            outputs.append([o.token_ids for o in decoder.generate(prompts, params)])
+        if change is attending:
+            assert all(width > FEW_TOKENS for width in widths)
+    assert outputs == [outputs[0]] * 4
+    assert min(widths) <= FEW_TOKENS
+
+
+def cast_to_half(model: nn.Module) -> nn.Module:
+    cast(model, mx.bfloat16)
+    return model

@@ -102,6 +102,26 @@ def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
     assert needed[0] > needed[1]
 
 
+def test_copies_of_caches_that_are_not_written_in_place_count() -> None:
+    """A target of few layers once, a draft's as often as it writes, deep ones never."""
+    pair = replace(PAIR, backend=replace(STATIC, copied_layers=25))
+    shallow = replace(TARGET, caches=TARGET.caches[:20])
+    draft = replace(DRAFT, caches=DRAFT.caches[:4])
+
+    def flying(target: ModelGeometry, draft: ModelGeometry) -> tuple[int, list[int]]:
+        plan = replace(pair, target=target, draft=draft)
+        decoding = plan.moments([row_of(1000, 1048)])[2]
+        held = [decoding.parts[f"{name} KV cache"] for name in ("target", "draft")]
+        return decoding.parts["rounds in flight"], held
+
+    own = replace(draft, in_place=True)
+    none, held = flying(replace(shallow, in_place=True), own)
+    assert flying(shallow, own)[0] - none == held[0]
+    assert flying(replace(shallow, in_place=True), draft)[0] - none == 3 * held[1]
+    deep = flying(TARGET, own)[0]
+    assert deep == flying(replace(TARGET, in_place=True), own)[0]
+
+
 def test_a_drafts_rings_can_undo_what_it_catches_up_with() -> None:
     """They are laid anew for pieces of that width."""
     window = CacheGeometry(slot_bytes=100, window=512)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -32,6 +32,10 @@ needs_compiler = pytest.mark.skipif(
 needs_cuda = pytest.mark.skipif(
     defaults().name != "cuda", reason="needs MLX's CUDA backend"
 )
+
+
+# The inputs that a kernel may write into, in place, by its name in ours.
+_CHANGED = {"cache_write": ("k", "v")}
 
 
 class KernelFault(RuntimeError):  # noqa: N818
@@ -169,8 +173,10 @@ def cuda_kernel(
         if verbose:
             print(code)
         outputs = list(zip(output_names, output_shapes, output_dtypes, strict=True))
+        own = name.removeprefix("specdec_").rpartition("_")[0].rpartition("_")[0]
+        changes = {input_names.index(each) for each in _CHANGED.get(own, ())}
         return in_both_orders(
-            library(code), name, inputs, outputs, grid, threadgroup, init_value
+            library(code), name, inputs, outputs, grid, threadgroup, init_value, changes
         )
 
     return kernel
@@ -184,12 +190,14 @@ def in_both_orders(
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     init_value: float | None = None,
+    changes: Collection[int] = (),
 ) -> list[mx.array]:
     """The outputs of a kernel, whose threads and blocks run in both orders.
 
     Args:
         outputs: each output's name, shape and type.
         grid, threadgroup: numbers of threads.
+        changes: the inputs that the kernel may write into, in place.
 
     Raises:
         KernelFault: the kernel did something forbidden, or the orders differ.
@@ -199,12 +207,16 @@ def in_both_orders(
     runs = []
     for backwards in (False, True):
         written = [_fresh(shape, dtype, init_value) for _, shape, dtype in outputs]
-        _run(built, name, inputs, written, grid, threadgroup, backwards)
-        runs.append(written)
-    for one, other, (at, _, _) in zip(*runs, outputs, strict=True):
+        held = _run(built, name, inputs, written, grid, threadgroup, backwards, changes)
+        runs.append(written + [held[i] for i in sorted(changes)])
+    called = [at for at, _, _ in outputs] + [f"input {i}" for i in sorted(changes)]
+    for one, other, at in zip(*runs, called, strict=True):
         if one.tobytes() != other.tobytes():
             raise KernelFault(f"{name}: {at} depends on which thread is first")
-    pairs = zip(runs[0], outputs, strict=True)
+    for i, changed in zip(sorted(changes), runs[0][len(outputs) :], strict=True):
+        array = inputs[i]
+        _bits(array.buffer if isinstance(array, Strided) else array)[...] = changed
+    pairs = zip(runs[0][: len(outputs)], outputs, strict=True)
     return [_array(numbers, dtype) for numbers, (_, _, dtype) in pairs]
 
 
@@ -216,7 +228,8 @@ def _run(
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     backwards: bool,
-) -> None:
+    changes: Collection[int] = (),
+) -> list[np.ndarray[Any, Any]]:
     held: list[np.ndarray[Any, Any]] = []
     arrays = []
     for array in inputs:
@@ -224,6 +237,7 @@ def _run(
         flat = array.buffer if isinstance(array, Strided) else array
         held.append(_placed(flat))
         arrays.append(_described(held[-1], strided))
+        arrays[-1].writable = len(held) - 1 in changes
     for output in outputs:
         arrays.append(_described(output, None))
         arrays[-1].writable = 1
@@ -242,6 +256,7 @@ def _run(
         failed = built.simt_launch(ctypes.byref(launch), given)
         if failed:
             raise KernelFault(f"{name}: {built.simt_message().decode()}")
+    return held
 
 
 def _described(numbers: np.ndarray[Any, Any], strided: Strided | None) -> _Array:

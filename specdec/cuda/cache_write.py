@@ -1,0 +1,159 @@
+"""Writes new keys and values into a cache that commands in flight still read.
+
+MLX copies an array that something in flight holds, and attention of the forward before
+holds every cache. This kernel writes into its inputs. MLX does not know that; it knows
+that the kernel copies the queries, and runs what reads the copy afterwards. So keys and
+values may be read by attention of these queries, by what depends on it, and by what is
+handed to the device later. The next tokens have to depend on this attention, or to be
+handed over later: so their writes come after it.
+
+Metal is left out, because MLX runs command buffers there at the same time unless one
+reads what it knows another to write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from . import decode_attention
+from .decode_attention import Form
+from .kernels import TYPES, cuda_kernel
+from .proofs import Proofs
+
+THREADS = 256
+_INPUTS = ("q", "k", "v", "new_k", "new_v", "slots")
+# A thread copies an element of the queries, (B, H, S, D). Those of the first heads
+# write an element of the keys and one of the values, too.
+SOURCE = """
+  const int H = q_shape[1], S = q_shape[2], D = q_shape[3];
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= q_shape[0] * H * S * D) return;
+  const int d = i % D, s = i / D % S, h = i / D / S % H;
+  const size_t b = i / D / S / H;
+  out[i] = q[b * q_strides[0] + h * q_strides[1] + s * q_strides[2] + d * q_strides[3]];
+  if (h >= k_shape[1]) return;
+  const size_t slot = slots[b * slots_strides[0] + s * slots_strides[1]];
+  const_cast<T*>(k)[b * k_strides[0] + h * k_strides[1] + slot * k_strides[2] +
+                    d * k_strides[3]] =
+      new_k[b * new_k_strides[0] + h * new_k_strides[1] + s * new_k_strides[2] +
+            d * new_k_strides[3]];
+  const_cast<T*>(v)[b * v_strides[0] + h * v_strides[1] + slot * v_strides[2] +
+                    d * v_strides[3]] =
+      new_v[b * new_v_strides[0] + h * new_v_strides[1] + s * new_v_strides[2] +
+            d * new_v_strides[3]];
+"""
+
+
+def write(
+    queries: mx.array,
+    cache: tuple[mx.array, ...],
+    new: tuple[mx.array, ...],
+    slots: mx.array,
+) -> tuple[mx.array, tuple[mx.array, ...]]:
+    """Write ``new`` keys and values into ``slots`` of ``cache``.
+
+    Args:
+        queries: shape (B, H, S, D).
+        cache: keys and values, (B, KV, L, D) each, contiguous; nothing else holds them.
+        new: keys and values, (B, KV, S, D) each.
+        slots: shape (B, S), int32.
+
+    Returns:
+        The queries that attention has to read, and the same arrays as ``cache``.
+    """
+    dtype = queries.dtype
+    (out,) = cuda_kernel(
+        f"cache_write_{TYPES[dtype]}", SOURCE, _INPUTS, ("out",), copies_views=False
+    )(
+        inputs=[queries, *cache, *new, slots],
+        template=[("T", dtype)],
+        grid=(-(-queries.size // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[queries.shape],
+        output_dtypes=[dtype],
+    )
+    # Whoever waits for the cache waits for the write.
+    return out, tuple(mx.depends(list(cache), [out]))
+
+
+def takes(
+    queries: mx.array, cache: tuple[mx.array, ...], new: tuple[mx.array, ...]
+) -> bool:
+    """Whether :func:`write` can write these, and was proven."""
+    return (
+        proven.reached((queries.shape[3], queries.dtype))
+        and all(a.dtype == queries.dtype for a in (*cache, *new))
+        and new[0].shape == new[1].shape
+        and queries.shape[0] == new[0].shape[0]
+        and queries.shape[1] >= new[0].shape[1]
+        and queries.shape[2:] == new[0].shape[2:]
+    )
+
+
+def _agrees(form: Form) -> bool:
+    """Whether writes and attention, in turns in one graph, agree with MLX's writes."""
+    size, dtype = form
+    seen, scale = mx.ones((2, 1, 2, 40), mx.bool_), size**-0.5
+
+    def usual(
+        queries: mx.array,
+        cache: tuple[mx.array, ...],
+        new: tuple[mx.array, ...],
+        slots: mx.array,
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        index = slots[:, None, :, None]
+        with mx.stream(mx.cpu):  # where MLX's operations are compiled already
+            pairs = zip(cache, new, strict=True)
+            return queries, tuple(
+                mx.put_along_axis(a, index, b, axis=2) for a, b in pairs
+            )
+
+    results = []
+    for how in (write, usual):
+        y, *cache = (
+            mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+            for i, shape in enumerate([(2, 4, 2, size), *[(2, 2, 40, size)] * 2])
+        )
+        held = tuple(cache)
+        for i in range(8):
+            slots = mx.array([[2 * i, 2 * i + 1], [20 + i, 21 + i]])
+            y, held = how(y, held, (y[:, :2], y[:, 2:]), slots)
+            y = decode_attention.attention(y, held[0], held[1], scale, seen)
+        results.append([y, *held])
+    with mx.stream(mx.cpu):
+        return all(mx.array_equal(a, b).item() for a, b in zip(*results, strict=True))
+
+
+proven = Proofs[Form]("cache write", _agrees, decode_attention.proven.supports)
+
+
+@dataclass(frozen=True, eq=False)
+class Unwritten:
+    """Keys and values of a cache whose write waits for attention's queries.
+
+    Args:
+        storage: a :class:`specdec.cache.storage.Storage` of dense keys and values.
+        new, slots: as for :func:`write`.
+        extent: the columns that attention reads.
+    """
+
+    storage: Any
+    new: tuple[mx.array, ...]
+    slots: mx.array
+    extent: int
+
+    def written(self, queries: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries, keys and values for attention; the first call writes."""
+        storage = self.storage
+        if storage.waiting is self:
+            storage.waiting = None
+            if takes(queries, storage.arrays, self.new):
+                done = write(queries, storage.arrays, self.new, self.slots)
+                queries, storage.arrays = done
+            else:
+                storage.write(self.new, self.slots)
+        keys, values = storage.read(self.extent)
+        return queries, keys, values
