@@ -213,7 +213,8 @@ class DecodeBatch(Rounds):
 
     def _note_lengths(self) -> None:
         """Tell the caches how long their rows are, as far as the host knows."""
-        bounds = [(0, 1, 1) if s is None else self._bounds(s) for s in self.slots]
+        bounds = [(0, 1, 1)] * (None in self.slots)  # an idle slot
+        bounds += map(self._bounds, filter(None, self.slots))
         _, shortest, longest = zip(*bounds, strict=True)
         least, most = min(shortest), max(longest)
         # The target's cache lacks the newest token.
