@@ -380,7 +380,7 @@ class World:
         if length is None and self.num_draft_tokens == "auto":
             self.length = ByTheBook(random.Random(self.prefill_step_size))
         vocabulary = {str(i): i for i in range(VOCAB)}
-        tokenizer = Tokenizer(vocabulary, eos_token_ids=EOS)
+        tokenizer: Any = Tokenizer(vocabulary, eos_token_ids=EOS)
         engine = Engine(
             target,
             drafter,

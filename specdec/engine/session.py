@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
 from ..grammar import (
@@ -134,7 +136,7 @@ class Session:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
+        tokenizer: TokenizerWrapper,
         bounds: Bounds,
         limit: PromptLimit = NO_CONTEXT,
     ):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .encoding import Encoded
 from .job import Call, Piece, Tools
@@ -33,7 +34,7 @@ class Parts:
     def __init__(
         self,
         choice: int,
-        tokenizer: Any,
+        tokenizer: TokenizerWrapper,
         encoded: Encoded,
         tools: Tools,
         hides_special: bool = False,
@@ -222,7 +223,7 @@ class Parts:
 
 
 def _edges(
-    tokenizer: Any, calls: CallFormat | None
+    tokenizer: TokenizerWrapper, calls: CallFormat | None
 ) -> tuple[dict[str, dict[str, str]], str]:
     """The markers of each state and the states after them; the first state."""
     if (calls is not None and calls.name == "harmony") or _is_harmony(tokenizer):
@@ -254,6 +255,6 @@ def _edges(
     return edges, getattr(tokenizer, "response_initial_state", None) or "normal"
 
 
-def _is_harmony(tokenizer: Any) -> bool:
+def _is_harmony(tokenizer: TokenizerWrapper) -> bool:
     template = getattr(tokenizer, "chat_template", None)
     return isinstance(template, str) and "<|channel|>" in template

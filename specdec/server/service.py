@@ -11,7 +11,9 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoder import SpecDecoder
 from ..engine.async_server import Server
@@ -385,7 +387,7 @@ class Service:
 
     def _reasoning_tokens(self, encoded: Encoded, result: GenerationResult) -> int:
         """How many tokens an answer's first thought has, its markers included."""
-        tokenizer: Any = self.decoder.tokenizer
+        tokenizer: TokenizerWrapper = self.decoder.tokenizer
         tokens = result.token_ids
         if not getattr(tokenizer, "has_thinking", False) or not tokens:
             return 0

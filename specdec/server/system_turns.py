@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from ..prompts.templates import render_chat, template_of
 from .job import Message
 
@@ -19,7 +21,7 @@ _TAKES = weakref.WeakKeyDictionary()
 _FIRST, _LATER = ("system", "user"), ("user", "assistant", "system", "user")
 
 
-def arranged(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+def arranged(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> list[Message]:
     """Messages whose system turns the template takes, in the order of the conversation.
 
     System turns before all others become one. A later one stays where it is. If the
@@ -66,7 +68,7 @@ def _joined(*contents: Any) -> Any:
     return parts
 
 
-def _takes(tokenizer: Any, roles: tuple[str, ...]) -> bool:
+def _takes(tokenizer: TokenizerWrapper, roles: tuple[str, ...]) -> bool:
     """Whether the template shows turns of these roles, in their places."""
     known = _TAKES.setdefault(tokenizer, {})
     template = template_of(tokenizer)

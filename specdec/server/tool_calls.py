@@ -20,6 +20,8 @@ from importlib import import_module
 from itertools import count, pairwise
 from typing import Any, Literal
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from ..errors import reason_of
 from ..prompts.templates import template_of
 from ..utils.data_files import DataError, parse_json
@@ -509,7 +511,7 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def format_of(tokenizer: Any) -> CallFormat | None:
+def format_of(tokenizer: TokenizerWrapper) -> CallFormat | None:
     """How a model writes calls; ``None``: it is not known that it can."""
     if getattr(tokenizer, "has_tool_calling", False):
         parse = tokenizer.tool_parser

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from ..errors import ConfigError
 from ..grammar import Grammar
 from ..utils.printable import quoted
@@ -37,7 +39,11 @@ class AnswerGrammar:
 
 
 def call_grammar(
-    tokenizer: Any, tools: Tools, answer: Grammar | None, where: str, notes: Notes
+    tokenizer: TokenizerWrapper,
+    tools: Tools,
+    answer: Grammar | None,
+    where: str,
+    notes: Notes,
 ) -> AnswerGrammar:
     """The grammar of text and calls.
 
@@ -90,7 +96,7 @@ def _schema(function: Mapping[str, Any]) -> Grammar:
     return Grammar.json_schema(schema, f"schema of function {quoted(function['name'])}")
 
 
-def call_ends(tokenizer: Any, tools: Tools) -> tuple[str, ...]:
+def call_ends(tokenizer: TokenizerWrapper, tools: Tools) -> tuple[str, ...]:
     """The text that ends an answer with its first call."""
     calls = format_of(tokenizer) if tools.functions and tools.single else None
     return (calls.end,) if calls is not None and calls.end else ()
@@ -100,7 +106,12 @@ class _Rules:
     """Rules of llguidance's Lark for the calls of one format."""
 
     def __init__(
-        self, tokenizer: Any, calls: CallFormat, tools: Tools, *, readable: bool
+        self,
+        tokenizer: TokenizerWrapper,
+        calls: CallFormat,
+        tools: Tools,
+        *,
+        readable: bool,
     ):
         self._calls, self._tools, self._readable = calls, tools, readable
         added = getattr(tokenizer, "added_tokens_decoder", {}) or {}

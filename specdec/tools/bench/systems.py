@@ -17,6 +17,7 @@ from mlx_lm.generate import (
     speculative_generate_step,
 )
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...decoder import SpecDecoder, wired_memory
 from ...engine.round import RoundObserver
@@ -45,7 +46,7 @@ class Options:
         seed: the first prompt's seed; it grows by one with each prompt.
     """
 
-    tokenizer: Any
+    tokenizer: TokenizerWrapper
     chat_template: bool
     prefill_step_size: int
     eos_token_ids: frozenset[int] = frozenset()

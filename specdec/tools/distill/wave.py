@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...config import EngineConfig
 from ...decoder import SpecDecoder
@@ -47,7 +47,7 @@ class UserTurn:
     ends: frozenset[int]
 
 
-def user_turn(tokenizer: Any) -> UserTurn | None:
+def user_turn(tokenizer: TokenizerWrapper) -> UserTurn | None:
     """The user turn of a tokenizer's chat template; ``None`` if there is none."""
     if not tokenizer.has_chat_template:
         return None
@@ -63,7 +63,9 @@ def user_turn(tokenizer: Any) -> UserTurn | None:
     return UserTurn(before, frozenset(ends))
 
 
-def begin_of_turn(tokenizer: Any, turn: UserTurn | None, text: str) -> list[int]:
+def begin_of_turn(
+    tokenizer: TokenizerWrapper, turn: UserTurn | None, text: str
+) -> list[int]:
     """Tokens of the beginning of a user turn, up to the end of ``text``."""
     if turn is not None:
         tokens = tokenizer.encode(turn.before + text, add_special_tokens=False)
@@ -89,7 +91,7 @@ class Author:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any,
+        tokenizer: TokenizerWrapper,
         options: Options,
         writers: int,
         check: Check = go_on,
@@ -193,7 +195,7 @@ class Author:
 
 
 def _turn_text(
-    tokenizer: Any,
+    tokenizer: TokenizerWrapper,
     opening: seed_prompts.Opening,
     tokens: Sequence[int],
     ends: Collection[int],
@@ -242,7 +244,7 @@ def without_loops(texts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def text_documents(
-    tokenizer: Any, texts: Iterable[str], *, max_tokens: int
+    tokenizer: TokenizerWrapper, texts: Iterable[str], *, max_tokens: int
 ) -> list[Document]:
     """The user's texts as documents, cut into pieces."""
     documents = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...decoder import SpecDecoder
 from ...outputs import GenerationResult
@@ -133,7 +134,9 @@ def certify_tokens(
     return comparison.certificate(restarts)
 
 
-def _plainly(plain: PlainTarget, task: Task, tokenizer: Any) -> PlainTokens:
+def _plainly(
+    plain: PlainTarget, task: Task, tokenizer: TokenizerWrapper
+) -> PlainTokens:
     params = task.params
     return plain.decode(
         task.prompt.token_ids,

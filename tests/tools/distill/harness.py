@@ -79,4 +79,5 @@ class NoTemplate:
 def make_author(model: Any, check: Check = go_on, ends: tuple[int, ...] = ()) -> Author:
     """Writes with a model alone, up to eight rows at once."""
     wanted = Options(target=None, budget=Budget(tokens=1))
-    return Author(model, NoTemplate(*ends), wanted, 8, check)
+    tokenizer: Any = NoTemplate(*ends)
+    return Author(model, tokenizer, wanted, 8, check)

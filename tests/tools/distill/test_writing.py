@@ -84,7 +84,7 @@ def test_a_turn_begins_in_the_template_and_ends_with_its_end(tmp_path: Any) -> N
     whole = tokenizer.apply_chat_template([{"role": "user", "content": "Hello there"}])
     assert tokenizer.decode(begun) == "<|im_start|>user\nHello the"
     assert whole[: len(begun) - 1] == begun[:-1]
-    bare = SimpleNamespace(has_chat_template=False)
+    bare: Any = SimpleNamespace(has_chat_template=False)
     assert user_turn(bare) is None
 
 
