@@ -666,7 +666,8 @@ def _later_turns(
         raise ConfigError(f"{len(lists)} lists of turns for {len(prompts)} prompts")
     for i, (prompt, later) in enumerate(zip(prompts, lists, strict=True)):
         if later and not isinstance(prompt, str) and not _are_messages(prompt):
-            raise PromptError(f"prompt {i}: turns follow a string or chat messages")
+            text = "turns follow a string or chat messages"
+            raise PromptError(text).of_prompt(i)
     return lists
 
 

@@ -24,6 +24,9 @@ Each message is one line that names the way out; the command line prints it as i
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Self
+
 from .utils.printable import message as as_message
 from .utils.printable import shorten
 
@@ -36,11 +39,22 @@ class SpecdecError(Exception):
 
     Attributes:
         field: the option or parameter at fault; ``None``: it is not one alone.
+        prompt: the index of the prompt at fault, if it is one of several.
     """
+
+    prompt: int | None = None
 
     def __init__(self, message: object = "", *, field: str | None = None) -> None:
         super().__init__(as_message(message))
         self.field = field
+        self._reason = message
+
+    def of_prompt(self, index: int, name: str | None = None) -> Self:
+        """The same error of one of several prompts, which its message names."""
+        named = copy(self)
+        named.prompt = index
+        named.args = (as_message(f"{name or f'prompt {index}'}: {self._reason}"),)
+        return named
 
 
 class ConfigError(SpecdecError, ValueError):

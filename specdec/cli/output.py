@@ -500,11 +500,10 @@ def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
     try:
         yield
     except SpecdecError as error:
-        match = re.match(r"prompt (\d+)(?=: )", str(error))
-        if match is None:
+        if error.prompt is None:
             raise
-        message = name_of(int(match[1]), records) + str(error)[match.end() :]
-        raise type(error)(message) from error
+        name = name_of(error.prompt, records)
+        raise error.of_prompt(error.prompt, name) from error
 
 
 def command_line() -> str:

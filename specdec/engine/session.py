@@ -276,7 +276,7 @@ class Session:
                 p = self._bounds.check(prompt, p)
                 checked.append((prompt, p, self._bounds.grammar(p)))
             except (PromptError, ConfigError, MemoryLimitError) as error:
-                raise type(error)(f"prompt {i}: {error}") from error
+                raise error.of_prompt(i) from error
         return [self.add_encoded(*each, checked=True) for each in checked]
 
     def cancel(self, index: int) -> bool:

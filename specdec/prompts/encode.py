@@ -175,7 +175,7 @@ def encode_all(
         try:
             encoded.append(encode(tokenizer, prompt, limit=limit, **encoding))
         except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from error
+            raise error.of_prompt(index) from error
     return encoded
 
 

@@ -105,7 +105,7 @@ class FakeDecoder:
         self, prompts: Sequence[Any], params: Any = None, **options: Any
     ) -> Iterator[StreamEvent]:
         if "unusable" in prompts:
-            raise PromptError("prompt 0: it is unusable")
+            raise PromptError("it is unusable").of_prompt(0)
         self.calls.update(prompts=list(prompts), params=params, **options)
         return self._stream(prompts)
 

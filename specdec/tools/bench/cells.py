@@ -33,19 +33,16 @@ class Conditions:
     context: int = 0
     prefix_cache: bool = False
 
-    def words(self, names: Collection[str]) -> list[str]:
-        """The named conditions in words, without the batch."""
-        shown = {
+    def named(self, names: Collection[str]) -> str:
+        """The batch and the named conditions in words."""
+        words = {
             "temperature": f"T = {self.temperature:g}",
             "kv_bits": f"KV {self.kv_bits} bits" if self.kv_bits else "KV as it is",
             "context": f"context {self.context}",
             "prefix_cache": "prefix cache" if self.prefix_cache else "no prefix cache",
         }
-        return [text for name, text in shown.items() if name in names]
-
-    def named(self, names: Collection[str]) -> str:
-        """The batch and the named conditions in words."""
-        return ", ".join([f"batch {self.batch}", *self.words(names)])
+        shown = [text for name, text in words.items() if name in names]
+        return ", ".join([f"batch {self.batch}", *shown])
 
 
 @dataclass(frozen=True, kw_only=True)

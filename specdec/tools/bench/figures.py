@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -102,11 +102,6 @@ class CellFigures:
         """The passes that count."""
         return [p for n, p in sorted(self._passes.items()) if n]
 
-    @property
-    def first(self) -> JobRecord:
-        """The first pass there is. Single rounds are kept only of a first pass."""
-        return self._passes[min(self._passes)]
-
     # -- speed -----------------------------------------------------------------
 
     @cached_property
@@ -139,14 +134,10 @@ class CellFigures:
         """
         return ratio <= NOISE * self.acceptance().length
 
-    def each(self, get: Callable[[RequestRecord], float]) -> list[float]:
-        """The value of ``get`` for every request of the passes that count."""
-        return [get(r) for p in self.counted for r in p.requests]
-
     @property
     def first_token_ms(self) -> list[float]:
         """For each request, the milliseconds to its first token."""
-        return self.each(lambda r: 1e3 * r.first)
+        return [1e3 * r.first for p in self.counted for r in p.requests]
 
     @property
     def token_ms(self) -> list[float]:
@@ -207,7 +198,9 @@ class CellFigures:
     @cached_property
     def rows(self) -> list[tuple[int, int]]:
         """(drafted, accepted) of each row in each round that drafted for it."""
-        return [row for _, rows in self.first.traced for row in rows if row[0]]
+        # Single rounds are kept only of a first pass.
+        first = self._passes[min(self._passes)]
+        return [row for _, rows in first.traced for row in rows if row[0]]
 
 
 class Figures:

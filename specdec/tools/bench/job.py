@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from ...prompts import Prompt
-from ...request import acceptance_length, acceptance_rate
 from ...utils.tables import percentile
 from ...utils.validation import Count
 from .recipe import Recipe
@@ -48,16 +47,6 @@ class RequestRecord:
     ended: float
     digest: str
     prefix_tokens: Count = 0
-
-    @property
-    def rate(self) -> float:
-        """Accepted over drafted."""
-        return acceptance_rate(self.drafted, self.accepted)
-
-    @property
-    def length(self) -> float:
-        """Mean tokens of a round, the extra token included; 1 without rounds."""
-        return acceptance_length(self.rounds, self.accepted)
 
 
 @dataclass(frozen=True, kw_only=True)

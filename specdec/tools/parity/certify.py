@@ -74,7 +74,7 @@ def certify(
         try:
             tasks.append(Task(prompt, decoder.bounds.check(prompt, prompt_params)))
         except PromptError as error:
-            raise PromptError(f"prompt {i}: {error}") from error
+            raise error.of_prompt(i) from error
     if not tasks:
         raise PromptError("no prompts to verify: give one")
     show = progress or (lambda what, done, total, share: None)
