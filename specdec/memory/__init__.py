@@ -4,7 +4,6 @@ Nothing here imports mlx; :mod:`specdec.memory.planning` reads models.
 """
 
 from .formulas import (
-    kv_cache_bytes,
     logits_bytes,
     quantized_elem_bytes,
     recommend_quantization,
@@ -19,7 +18,6 @@ __all__ = [
     "ModelGeometry",
     "Moment",
     "RowNeeds",
-    "kv_cache_bytes",
     "largest_fitting",
     "logits_bytes",
     "quantized_elem_bytes",

