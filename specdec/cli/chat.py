@@ -190,7 +190,7 @@ class _Talk:
         """Show an answer while it is generated; return it as a message."""
         from ..decoder import wired_memory
         from ..server.encoding import encode_source
-        from ..server.job import Chat, Piece, Tools
+        from ..server.job import Chat, Delta, Tools
         from ..server.parts import Parts
 
         encoded = encode_source(self.decoder, Chat(self.history))
@@ -210,7 +210,7 @@ class _Talk:
                         pieces += parts.finish(cut=True)
                         self._count(event.result)
                     for piece in pieces:
-                        assert isinstance(piece, Piece)  # it has no tools
+                        assert isinstance(piece, Delta)  # it has no tools
                         kind = piece.kind
                         if texts["reasoning"] and kind == "text" and not texts["text"]:
                             show("\n", nl=False)

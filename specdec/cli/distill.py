@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from ..tools.distill.options import Budget, Options
+from ..tools.distill.options import Budget, DistillOptions
 from . import options
 from .interrupts import RequestsToEnd, concluding
 from .options import dashed, is_given
 from .output import command_line, show, show_interrupted, show_warnings
 
-_field = partial(options.field, Options)
+_field = partial(options.field, DistillOptions)
 
 
 def _files(name: str, text: str) -> options.Option:
@@ -137,12 +137,12 @@ def distill(
     if folder is not None and os.path.isfile(folder):
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     show_warnings()
-    from ..tools.distill.job import Job
+    from ..tools.distill.job import Distillation
     from ..tools.distill.plan import check_target, describe
 
     if minutes is None and tokens is None:
         minutes = 5.0
-    wanted = Options(
+    wanted = DistillOptions(
         out=folder,
         budget=Budget(minutes, tokens),
         texts=text,
@@ -161,7 +161,7 @@ def distill(
         return
     check_target(wanted)
     requests = RequestsToEnd()
-    job = Job(wanted, say, requests.check)
+    job = Distillation(wanted, say, requests.check)
 
     def conclude() -> None:
         state = "nothing was complete yet"

@@ -28,7 +28,7 @@ from .serve import described, engine_failed
 
 if TYPE_CHECKING:
     from ..server.config import ServerConfig
-    from ..server.replicas import Command
+    from ..server.replicas import ReplicaCommand
 
 
 def environments(count: int) -> list[dict[str, str]]:
@@ -54,7 +54,7 @@ def command(
     *,
     quiet: bool = False,
     waits: bool = False,
-) -> Command:
+) -> ReplicaCommand:
     """The command that starts replica ``index``, which listens at ``path``.
 
     Replicas that share a device share its memory, unless a limit was named. Only the
@@ -66,14 +66,14 @@ def command(
         quiet: the first one says nothing, either.
         waits: it waits for a line once the models are known to be loadable.
     """
-    from ..server.replicas import Command
+    from ..server.replicas import ReplicaCommand
 
     config = replace(config, api_keys=(), cors=())
     program, environment = module_process("specdec.cli.replica")
     sharing = environments.count(environments[index])
     quiet = quiet or index > 0
     greeting = pickle.dumps((path, dict(loading), config, quiet, sharing, waits))
-    return Command(program, {**environment, **environments[index]}, greeting)
+    return ReplicaCommand(program, {**environment, **environments[index]}, greeting)
 
 
 def main() -> int:

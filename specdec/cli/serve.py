@@ -26,7 +26,7 @@ from .output import check_extra, note, share_text, show, show_error, show_warnin
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from ..server.replicas import Command
+    from ..server.replicas import ReplicaCommand
 
 
 #: Seconds that answers have to end once a rank of the target has ended.
@@ -271,7 +271,7 @@ def _serve_models(
     place = environments(1)
     names = list(offers)
 
-    def start(index: int, path: str) -> Command:
+    def start(index: int, path: str) -> ReplicaCommand:
         name = names[index]
         named, loading = replace(config, names=(name,)), dict(offers[name])
         limited = replace(loading["config"], memory_limit=each[index].nbytes)

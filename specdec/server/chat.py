@@ -23,7 +23,7 @@ from .conversation import (
     variables,
 )
 from .errors import RequestError
-from .job import Call, Event, Message, Outcome, Piece, Started, Tokens, Tools
+from .job import Call, Delta, Event, Message, Outcome, Started, Tokens, Tools
 from .rendering import CompletionRendering
 from .sampling import OpenAISampling, stops
 from .schema import Notes, Refused, read
@@ -247,7 +247,7 @@ class ChatRendering(CompletionRendering):
         logprobs: dict[str, Any] | None = None
         if isinstance(event, Started):
             delta = {"role": "assistant", "content": ""}
-        elif isinstance(event, Piece):
+        elif isinstance(event, Delta):
             delta = {"content": event.text}
             if event.kind == "reasoning":
                 delta = {"reasoning_content": event.text, "reasoning": event.text}

@@ -11,7 +11,7 @@ from pydantic import Field
 from ..request import TokenLogprobs
 from .conversation import token_text, with_own
 from .errors import RequestError
-from .job import Client, Event, Job, Outcome, Piece, Started, Text
+from .job import Client, Delta, Event, Job, Outcome, Started, Text
 from .rendering import CompletionRendering
 from .sampling import OpenAISampling, grammar_of, sampling, stops
 from .schema import Notes
@@ -190,7 +190,7 @@ class TextRendering(CompletionRendering):
             if not self.request.echo:
                 return
             text = event.prompt
-        elif isinstance(event, Piece):
+        elif isinstance(event, Delta):
             text = event.text
             if event.tokens and self.job.params.logprobs:
                 logprobs = self._logprobs(event.choice, event.tokens)

@@ -1,7 +1,7 @@
 """A job and the events that answer it, the same for all protocols.
 
 A protocol makes a :class:`Job` from a body. The service answers it with events. Each
-choice's events come in the order Started, Piece and Call, End; those of different
+choice's events come in the order Started, Delta and Call, End; those of different
 choices mix.
 """
 
@@ -137,7 +137,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """New text of a choice.
 
     Args:
@@ -187,7 +187,7 @@ class End:
     reasoning_tokens: int = 0
 
 
-Event: TypeAlias = Started | Piece | Call | End
+Event: TypeAlias = Started | Delta | Call | End
 
 
 @dataclass
@@ -210,7 +210,7 @@ class Outcome:
 
     def take(self, event: Event) -> None:
         """Add an event."""
-        if isinstance(event, Piece):
+        if isinstance(event, Delta):
             if event.kind == "text":
                 self.text += event.text
             else:

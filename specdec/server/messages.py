@@ -25,11 +25,11 @@ from .errors import RequestError
 from .job import (
     Call,
     Chat,
+    Delta,
     End,
     Event,
     Message,
     Outcome,
-    Piece,
     Started,
     Tools,
 )
@@ -410,7 +410,7 @@ class MessageRendering(Rendering):
             message = self._message([], None)
             start = {"type": "message_start", "message": message}
             yield sse(start, "message_start")
-        elif isinstance(event, Piece):
+        elif isinstance(event, Delta):
             yield from self._text(event)
         elif isinstance(event, Call) and event.cut:
             yield from self._text(_cut_call(event))
@@ -430,7 +430,7 @@ class MessageRendering(Rendering):
             }
             yield sse(body, "message_delta")
 
-    def _text(self, piece: Piece) -> Iterator[bytes]:
+    def _text(self, piece: Delta) -> Iterator[bytes]:
         if not piece.text:
             return
         kind = "text" if piece.kind == "text" else "thinking"
@@ -462,9 +462,9 @@ class MessageRendering(Rendering):
         yield sse({"type": "message_stop"}, "message_stop")
 
 
-def _cut_call(call: Call) -> Piece:
+def _cut_call(call: Call) -> Delta:
     """A call that was cut, as text: its arguments are no object yet."""
-    return Piece(call.choice, "text", call.cut)
+    return Delta(call.choice, "text", call.cut)
 
 
 def _ending(end: End) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .encoding import Encoded
-from .job import Call, Piece, Tools
+from .job import Call, Delta, Tools
 from .tool_calls import CallFormat, format_of
 
 log = logging.getLogger("specdec.server")
@@ -68,7 +68,7 @@ class Parts:
         if encoded.opening:
             list(self.feed(encoded.opening))
 
-    def feed(self, text: str) -> Iterator[Piece | Call]:
+    def feed(self, text: str) -> Iterator[Delta | Call]:
         """The parts that ``text`` adds."""
         self._buffer += text
         while True:
@@ -90,7 +90,7 @@ class Parts:
             yield from self._part(before)
             yield from self._turn(marker, markers[marker])
 
-    def finish(self, *, cut: bool) -> Iterator[Piece | Call]:
+    def finish(self, *, cut: bool) -> Iterator[Delta | Call]:
         """The parts held back; ``cut``: a limit ended the answer, not the model."""
         text, self._buffer = self._buffer, ""
         bare = self._format is not None and self._format.bare
@@ -135,7 +135,7 @@ class Parts:
             return True
         return self._blank and not self._buffer[:at].strip()
 
-    def _turn(self, marker: str, state: str) -> Iterator[Piece | Call]:
+    def _turn(self, marker: str, state: str) -> Iterator[Delta | Call]:
         if self._state == "tool":
             closed = marker if marker != self._marks[1] else ""
             yield from self._called(closed, cut=False)
@@ -154,7 +154,7 @@ class Parts:
         self._thinking = self._state == "reasoning"
         self._opened, self._state, self._call = marker, "tool", ""
 
-    def _message(self) -> Iterator[Piece | Call]:
+    def _message(self) -> Iterator[Delta | Call]:
         """What a header of harmony says of the message after it."""
         header, self._call = self._call, ""
         self._fresh = True
@@ -168,13 +168,13 @@ class Parts:
 
     # -- parts -------------------------------------------------------------
 
-    def _part(self, text: str) -> Iterator[Piece]:
+    def _part(self, text: str) -> Iterator[Delta]:
         if self._state in ("tool", "header"):
             self._call += text
         else:
             yield from self._shown(text, thinking=self._state == "reasoning")
 
-    def _shown(self, text: str, *, thinking: bool) -> Iterator[Piece]:
+    def _shown(self, text: str, *, thinking: bool) -> Iterator[Delta]:
         # Models put blank lines around their markers; they are not part of the answer.
         text = text.lstrip("\n" if not self.calls else None) if self._fresh else text
         text = self._special.sub("", text) if self._special else text
@@ -182,9 +182,9 @@ class Parts:
             return
         self._fresh = False
         self._blank &= thinking or not text.strip()
-        yield Piece(self._choice, "reasoning" if thinking else "text", text)
+        yield Delta(self._choice, "reasoning" if thinking else "text", text)
 
-    def _called(self, closed: str, *, cut: bool) -> Iterator[Piece | Call]:
+    def _called(self, closed: str, *, cut: bool) -> Iterator[Delta | Call]:
         """The calls in the text since the marker; ``closed``: the marker after it."""
         text, self._call = self._call, ""
         assert self._format is not None

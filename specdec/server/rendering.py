@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from .errors import RequestError
-from .job import Client, End, Event, Job, Outcome, Piece, Started, Usage
+from .job import Client, Delta, End, Event, Job, Outcome, Started, Usage
 from .sampling import OpenAISampling, Sampling, chat_job
 from .schema import Notes, read
 from .service import Service
@@ -183,7 +183,7 @@ class CompletionRendering(Rendering):
     def chunk(self, event: Event, **fields: Any) -> bytes:
         """A part of a choice; the last part says how the choice ended."""
         ending = _ending(event) if isinstance(event, End) else {"finish_reason": None}
-        tokens = event.token_ids if isinstance(event, Piece) else ()
+        tokens = event.token_ids if isinstance(event, Delta) else ()
         ids = self._ids(event if isinstance(event, Started) else None, tokens)
         choices = [{"index": event.choice, **fields, **ending, **ids}]
         body = {**self._head, "object": self.names[1], "choices": choices}

@@ -24,7 +24,7 @@ import httpx
 
 from ..errors import ServerError
 from .local_client import local_client
-from .routing import Place
+from .routing import ReplicaLoad
 
 log = logging.getLogger("specdec.server")
 
@@ -43,7 +43,7 @@ _LAST_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Command:
+class ReplicaCommand:
     """How a replica's process is started.
 
     Args:
@@ -60,11 +60,11 @@ class Command:
 #: Gives the command for replica ``i``, which listens at a path. Once it answers, it
 #: writes a line to its standard output that says what it serves. It may write
 #: ``LOADABLE`` before, and then waits for a line before it takes memory.
-Start = Callable[[int, str], Command]
+Start = Callable[[int, str], ReplicaCommand]
 LOADABLE = "loadable"
 
 
-class Replica(Place):
+class Replica(ReplicaLoad):
     """A serving process, or its successor.
 
     Attributes:

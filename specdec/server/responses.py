@@ -26,7 +26,7 @@ from .conversation import (
     variables,
 )
 from .errors import RequestError
-from .job import Call, End, Event, Message, Piece, Started, Tokens, Tools
+from .job import Call, Delta, End, Event, Message, Started, Tokens, Tools
 from .rendering import Rendering, sse
 from .sampling import OpenAISampling
 from .schema import Notes, Record, Refused, read
@@ -253,7 +253,7 @@ class ResponseRendering(Rendering):
 
     def _take(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         """Add an event to the items; yield the stream's events for it."""
-        if isinstance(event, Piece):
+        if isinstance(event, Delta):
             if event.text or event.tokens:
                 yield from self._text(event)
         elif isinstance(event, Call):
@@ -262,7 +262,7 @@ class ResponseRendering(Rendering):
         elif isinstance(event, End):
             yield from self._close(event)
 
-    def _text(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _text(self, piece: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
         kind = "message" if piece.kind == "text" else "reasoning"
         if not self._open or self._items[-1]["type"] != kind:
             if not piece.text.strip() and self._items and kind == "message":

@@ -75,7 +75,7 @@ def _pieces(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-class Place:
+class ReplicaLoad:
     """A replica's load, and the prompts that it has received.
 
     Attributes:
@@ -111,7 +111,7 @@ class Place:
         self._blocks.clear()
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=ReplicaLoad)
 
 
 def choose(replicas: Sequence[P], blocks: Blocks) -> P:

@@ -26,7 +26,7 @@ from ..utils.output_text import stop_texts
 from .config import DEFAULT_NAME, ServerConfig
 from .encoding import Encoded, encode_source
 from .errors import RequestError, request_error
-from .job import Chat, End, EndReason, Event, Job, Piece, Started, Text, Tokens, Tools
+from .job import Chat, Delta, End, EndReason, Event, Job, Started, Text, Tokens, Tools
 from .metrics import Metrics
 from .parts import Parts
 from .schema import Notes
@@ -321,7 +321,7 @@ class Service:
                     tokens = _tokens(event)
                     ids = tuple(event.token_ids) if prepared.job.token_ids else ()
                     if tokens or ids:
-                        inbox.put_nowait(Piece(choice, "text", "", tokens, ids))
+                        inbox.put_nowait(Delta(choice, "text", "", tokens, ids))
                     if event.result is not None:
                         self._end(encoded, prepared, choice, parts, event.result, inbox)
         except Exception as error:

@@ -21,14 +21,14 @@ from specdec import ConfigError, EngineConfig, SpecDecoder
 from specdec.cli.models_file import read_models
 from specdec.server.config import ServerConfig
 from specdec.server.models import Models, Offer, make_models
-from specdec.server.replicas import Command
+from specdec.server.replicas import ReplicaCommand
 from tests.models.folders import write_folder
 from tests.server.harness import Running, until
 from tests.server.test_command import let_go, line_of, specdec
 from tests.server.test_replicas import direct, fake
 
 
-def waiting(index: int, path: str) -> Command:
+def waiting(index: int, path: str) -> ReplicaCommand:
     """A process that waits until there is room."""
     return replace(fake(index, path), environment={"FAKE_LOADABLE": ""})
 
@@ -150,10 +150,10 @@ def test_one_that_cannot_be_loaded(tmp_path: Path) -> None:
     """It is tried again at its next request; the others go on, and none has to go."""
     gate = tmp_path / "go"
 
-    def start(index: int, path: str) -> Command:
+    def start(index: int, path: str) -> ReplicaCommand:
         program = [sys.executable, "-c", "raise SystemExit(3)"]
         return (
-            Command(program, {}, b"")
+            ReplicaCommand(program, {}, b"")
             if index and not gate.exists()
             else waiting(index, path)
         )
@@ -177,8 +177,8 @@ def test_one_that_cannot_be_loaded(tmp_path: Path) -> None:
 def test_one_that_cannot_be_started() -> None:
     """The request waits for ever, and the program is tried twenty times a second."""
 
-    def start(index: int, path: str) -> Command:
-        return Command(["/nothing/here"], {}, b"")
+    def start(index: int, path: str) -> ReplicaCommand:
+        return ReplicaCommand(["/nothing/here"], {}, b"")
 
     with served(4, start=start) as (client, models):
         answer = ask(client, "a")

@@ -32,9 +32,16 @@ from specdec.server import replicas as supervision
 from specdec.server import routing
 from specdec.server.config import ServerConfig
 from specdec.server.errors import RequestError
-from specdec.server.replicas import Command, Replica, Replicas
+from specdec.server.replicas import Replica, ReplicaCommand, Replicas
 from specdec.server.router import Router, _passed_on, make_router
-from specdec.server.routing import BILLING, Blocks, Place, Question, blocks_of, choose
+from specdec.server.routing import (
+    BILLING,
+    Blocks,
+    Question,
+    ReplicaLoad,
+    blocks_of,
+    choose,
+)
 from specdec.server.web import CLIENT_HEADER, ENDS_HEADER
 from tests.models.folders import write_folder
 from tests.server.harness import Running, until
@@ -59,9 +66,9 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
     Keys of a body have no order, and Claude Code's line that always changes is no
     beginning.
     """
-    replicas = [Place() for _ in range(4)]
+    replicas = [ReplicaLoad() for _ in range(4)]
     rng = random.Random(5)
-    homes: dict[str, Place] = {}
+    homes: dict[str, ReplicaLoad] = {}
     for turns in range(4):
         names = [f"talk {i}" for i in range(12)]
         rng.shuffle(names)
@@ -95,7 +102,7 @@ def test_a_block_counts_after_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -
     def blocks(*letters: str) -> Blocks:
         return blocks_of({"prompt": "".join(letter * 512 for letter in letters)})
 
-    place = Place()
+    place = ReplicaLoad()
     place.note(blocks("a", "b"))
     place.note(blocks("c", "d"))
     assert place.matching(blocks("a", "b", "d")) == 2
@@ -111,7 +118,7 @@ def test_a_block_counts_after_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_decides_where_no_prefix_does() -> None:
     """One of two idle replicas gets all requests; keys of a part count by order."""
-    replicas = [Place(), Place()]
+    replicas = [ReplicaLoad(), ReplicaLoad()]
     assert choose(replicas, ()) is not choose(replicas, ())
     part = {"role": "user", "content": "a" * 600}
     asked = [{"messages": [dict(items)]} for items in (part, reversed(part.items()))]
@@ -120,7 +127,7 @@ def test_what_decides_where_no_prefix_does() -> None:
 
 def test_a_prefix_of_all_keeps_no_replica_idle() -> None:
     """Affinity without a bound sends everything to one replica."""
-    replicas = [Place() for _ in range(4)]
+    replicas = [ReplicaLoad() for _ in range(4)]
     blocks = blocks_of(talk("everyone", 3))
     rng = random.Random(7)
     for _ in range(2000):
@@ -140,9 +147,9 @@ def test_a_prefix_of_all_keeps_no_replica_idle() -> None:
 # -- processes that stand for replicas ----------------------------------------------
 
 
-def fake(index: int, path: str) -> Command:
+def fake(index: int, path: str) -> ReplicaCommand:
     program = [sys.executable, "-m", "tests.server.fake_replica", str(index)]
-    return Command(program, {"PYTHONWARNINGS": ""}, f"{path}\n".encode())
+    return ReplicaCommand(program, {"PYTHONWARNINGS": ""}, f"{path}\n".encode())
 
 
 @contextmanager
@@ -507,11 +514,11 @@ def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(supervision, "_LEAST_PAUSE", 0.01)
     begun = []
 
-    def start(index: int, path: str) -> Command:
+    def start(index: int, path: str) -> ReplicaCommand:
         begun.append(index)
         hangs = begun == [0, 1]
         program = [sys.executable, "-c", "import time; time.sleep(100)"]
-        return Command(program, {}, b"") if hangs else fake(index, path)
+        return ReplicaCommand(program, {}, b"") if hangs else fake(index, path)
 
     with routed(start=start) as (_, router):
         until(lambda: len(router.replicas.ready) == 2)
@@ -526,7 +533,7 @@ def test_the_end_and_the_beginning(tmp_path: Path) -> None:
     gate = tmp_path / "go"
     waits = f'until [ -e {gate} ]; do sleep 0.02; done; exec "$@"'
 
-    def start(index: int, path: str) -> Command:
+    def start(index: int, path: str) -> ReplicaCommand:
         made = fake(index, path)
         return replace(made, arguments=["sh", "-c", waits, "sh", *made.arguments])
 

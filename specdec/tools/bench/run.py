@@ -29,7 +29,7 @@ from .models import load_model
 from .prompts import EncodedSet, encode_set
 from .raw import PromptsRecord, RawFile, Results
 from .recipe import Recipe
-from .systems import Options, System, mlx_lm_batch, mlx_lm_step, run_job, specdec
+from .systems import System, SystemOptions, mlx_lm_batch, mlx_lm_step, run_job, specdec
 
 #: A context manager that is entered around each new unit.
 Bracket = Callable[[Unit], AbstractContextManager[Any]]
@@ -101,7 +101,7 @@ class Bench:
 
     def _system(self, cell: Cell, decoder: SpecDecoder | None) -> System:
         tokenizer = self._target.tokenizer
-        options = Options(
+        options = SystemOptions(
             tokenizer=tokenizer,
             chat_template=self._recipe.prompts.chat_template,
             prefill_step_size=self._recipe.run.prefill_step_size,

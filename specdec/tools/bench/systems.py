@@ -34,7 +34,7 @@ System = Callable[[Job], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SystemOptions:
     """Options that are the same for all systems.
 
     Args:
@@ -124,7 +124,7 @@ class _Watch(RoundObserver):
         self._running = any(row.finish_reason is None for row in rows)
 
 
-def specdec(decoder: SpecDecoder, options: Options) -> System:
+def specdec(decoder: SpecDecoder, options: SystemOptions) -> System:
     """This engine, through its Python API."""
 
     def run(job: Job) -> None:
@@ -153,7 +153,7 @@ def specdec(decoder: SpecDecoder, options: Options) -> System:
 
 
 def mlx_lm_step(
-    model: nn.Module, options: Options, draft: nn.Module | None = None, k: int = 0
+    model: nn.Module, options: SystemOptions, draft: nn.Module | None = None, k: int = 0
 ) -> System:
     """Decoding as in ``stream_generate``: one prompt at a time, a draft or none."""
 
@@ -205,7 +205,7 @@ def mlx_lm_step(
     return run
 
 
-def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
+def mlx_lm_batch(model: nn.Module, options: SystemOptions, batch_size: int) -> System:
     """Decoding as in ``batch_generate``, with its ``BatchGenerator``."""
 
     def run(job: Job) -> None:

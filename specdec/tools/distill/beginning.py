@@ -15,7 +15,7 @@ from ...model_names import ModelDraft
 from ...models.draft_folder import read_card
 from ...models.layers import leaves_of
 from ...utils.data_files import DataError, check_shape, read_json
-from .options import Options
+from .options import DistillOptions
 from .storage import read_arrays
 from .student import Student
 
@@ -31,7 +31,7 @@ _SHAPE = {
 }
 
 
-def as_begun(options: Options) -> Options:
+def as_begun(options: DistillOptions) -> DistillOptions:
     """The options, with kind, form, block size and layers of the draft to begin with.
 
     Raises:

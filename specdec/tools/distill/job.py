@@ -24,8 +24,8 @@ from .evaluate import HeldOut, TargetStates, measure_rounds
 from .export import export, write_card
 from .loss import ChunkedLoss
 from .material import HOLDOUT_TOKENS, Gatherer, Material, Sources, clock
-from .options import Check, Options, Say, go_on
-from .plan import Plan, count, load_target
+from .options import Check, DistillOptions, Say, go_on
+from .plan import TrainingPlan, count, load_target
 from .train import OPTIMIZER, Trainer
 from .wave import TEMPERATURE
 
@@ -39,7 +39,7 @@ _MEASUREMENTS, _MEASURING = 20, 0.05
 _ROUNDS_BATCH = 64
 
 
-class Job:
+class Distillation:
     """Makes a draft for a target.
 
     Args:
@@ -55,7 +55,7 @@ class Job:
         PromptError: a user's file cannot be read.
     """
 
-    def __init__(self, options: Options, say: Say, check: Check = go_on):
+    def __init__(self, options: DistillOptions, say: Say, check: Check = go_on):
         # A run that goes on has the same sums, whatever else the machine does.
         use_threads(usable_cores())
         self.options = options = as_begun(options)
@@ -63,7 +63,7 @@ class Job:
         self._check = check
         self._sources = Sources.read(options)  # errors come before a model is loaded
         self.target = load_target(options)
-        self.plan = Plan.of(self.target, options)
+        self.plan = TrainingPlan.of(self.target, options)
         self.student = self.plan.student
         self._began_with: dict[str, Any] | None = None
         if options.begin_with is not None:

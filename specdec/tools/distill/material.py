@@ -14,11 +14,11 @@ from ...models import LoadedModel
 from ...prompts import Prompt, encode_all, read_prompts, read_text
 from .blocks import Block, Shapes, make_blocks
 from .corpus import GREEDY, SAMPLED, Corpus, Document
-from .options import Check, Options, Say
+from .options import Check, DistillOptions, Say
 from .wave import Author, text_documents
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import TrainingPlan
 
 # One in _HELD_OUT prompts is held out, up to _MOST_HELD_OUT texts.
 _HELD_OUT, _MOST_HELD_OUT = 64, 256
@@ -42,7 +42,7 @@ class Sources:
     holdout: dict[str, list[Prompt]]
 
     @classmethod
-    def read(cls, options: Options) -> Sources:
+    def read(cls, options: DistillOptions) -> Sources:
         """Read the user's files.
 
         Raises:
@@ -100,12 +100,12 @@ class Gatherer:
 
     def __init__(
         self,
-        options: Options,
+        options: DistillOptions,
         sources: Sources,
         target: LoadedModel,
         *,
         fingerprint: str,
-        plan: Plan,
+        plan: TrainingPlan,
         say: Say,
         check: Check,
     ):

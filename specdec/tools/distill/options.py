@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 Check = Callable[[], None]
 
 Kind = Literal["layers", "block"]
-Form = Literal["dspark", "dflash", "dflash2"]
+HeadForm = Literal["dspark", "dflash", "dflash2"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 #: Rows of blocks are padded to a multiple of so many tokens.
 ROW_MULTIPLE = 128
@@ -60,7 +60,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DistillOptions:
     """The user's options, as in ``specdec distill``.
 
     Args:
@@ -105,7 +105,7 @@ class Options:
     target: str | None
     out: Path | None = None
     kind: Kind = "layers"
-    form: Form = "dspark"
+    form: HeadForm = "dspark"
     block_size: int = 8
     layers: str = "4"
     widen: int = 1
@@ -135,7 +135,7 @@ class Options:
     command: str = "specdec distill"
 
     def __post_init__(self) -> None:
-        for name, kinds in (("kind", Kind), ("form", Form), ("dtype", Dtype)):
+        for name, kinds in (("kind", Kind), ("form", HeadForm), ("dtype", Dtype)):
             value, names = getattr(self, name), get_args(kinds)
             valid = value in names or (name == "dtype" and value is None)
             require(valid, name, value, f"one of {', '.join(names)}")

@@ -24,7 +24,7 @@ from .beginning import as_begun
 from .block_student import make_block_student
 from .loss import ChunkedLoss
 from .material import Sources
-from .options import Budget, Options
+from .options import Budget, DistillOptions
 from .student import Student, choose_layers, ends_of, head_of, make_student, text_model
 
 # Most bytes of one chunk's logits in float32, one copy.
@@ -55,7 +55,7 @@ MOST_TOKENS, ALL_TOKENS = 20_000_000, 66_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """The draft to be made of a target, and the sizes to work with.
 
     Args:
@@ -75,7 +75,7 @@ class Plan:
     states_bytes: int
 
     @classmethod
-    def of(cls, target: Described, options: Options) -> Plan:
+    def of(cls, target: Described, options: DistillOptions) -> TrainingPlan:
         """Plan a run, with sizes below the defaults if those would not fit in memory.
 
         Raises:
@@ -118,7 +118,7 @@ class Plan:
         return ChunkedLoss(self.head, hard=hard, chunk=self.chunk, slots=slots)
 
 
-def _layers(target: Described, options: Options) -> tuple[int, ...]:
+def _layers(target: Described, options: DistillOptions) -> tuple[int, ...]:
     if options.kind == "layers":
         text_model(target)  # raises for an unsupported target
     else:
@@ -126,7 +126,9 @@ def _layers(target: Described, options: Options) -> tuple[int, ...]:
     return choose_layers(options.layers, layers_of(target.model))
 
 
-def _student(target: Described, layers: tuple[int, ...], options: Options) -> Student:
+def _student(
+    target: Described, layers: tuple[int, ...], options: DistillOptions
+) -> Student:
     if options.kind == "layers":
         return make_student(target, layers, widen=options.widen)
     return make_block_student(
@@ -139,7 +141,7 @@ def _student(target: Described, layers: tuple[int, ...], options: Options) -> St
     )
 
 
-def load_target(options: Options) -> LoadedModel:
+def load_target(options: DistillOptions) -> LoadedModel:
     """Load the target in the type that training computes in.
 
     Raises:
@@ -152,7 +154,7 @@ def load_target(options: Options) -> LoadedModel:
     )
 
 
-def outlined(options: Options) -> Described | None:
+def outlined(options: DistillOptions) -> Described | None:
     """The target without its weights; ``None`` if its files do not describe it."""
     try:
         return outline(
@@ -166,7 +168,7 @@ def outlined(options: Options) -> Described | None:
         return None  # loading reports the error
 
 
-def check_target(options: Options) -> None:
+def check_target(options: DistillOptions) -> None:
     """Check that the target is supported, as far as its files show.
 
     Raises:
@@ -179,7 +181,7 @@ def check_target(options: Options) -> None:
         _layers(outline, options)
 
 
-def describe(options: Options) -> list[str]:
+def describe(options: DistillOptions) -> list[str]:
     """Describe the run, in lines.
 
     Raises:
@@ -191,7 +193,7 @@ def describe(options: Options) -> list[str]:
     options = as_begun(options)
     Sources.read(options)  # raises as the run would
     target = outlined(options) or load_target(options)  # it may be on the hub
-    plan, dtype = Plan.of(target, options), DTYPES[options.computing]
+    plan, dtype = TrainingPlan.of(target, options), DTYPES[options.computing]
     vocab_size, width = plan.head.shape
     whole = count(target.model.parameters())
     learnt = count(plan.student.parameters)
@@ -236,7 +238,9 @@ def _time(budget: Budget, rate: float) -> str:
     return f"{about}: {learnt} tokens in {budget.minutes:g} minutes, and writing"
 
 
-def _notes(budget: Budget, rate: float, step: int, options: Options) -> list[str]:
+def _notes(
+    budget: Budget, rate: float, step: int, options: DistillOptions
+) -> list[str]:
     """Notes on a budget that is too small to be of use, with the way out."""
     tokens, block = _tokens(budget, rate), options.kind == "block"
     ways = ["raise --minutes or --tokens"]

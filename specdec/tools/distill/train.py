@@ -18,7 +18,7 @@ from .blocks import Block, block_order
 from .checkpoint import Progress
 from .evaluate import TargetStates
 from .loss import ChunkedLoss, Divergence
-from .options import Options
+from .options import DistillOptions
 from .packing import Packing
 from .student import Lesson, Parameters, Student
 
@@ -61,7 +61,7 @@ class Trainer:
         states: TargetStates,
         blocks: Sequence[Block],
         loss: ChunkedLoss,
-        options: Options,
+        options: DistillOptions,
         *,
         dtype: mx.Dtype,
     ):
@@ -233,7 +233,7 @@ def clipped(gradients: Parameters, most: float) -> Parameters:
     return tree_map(lambda gradient: gradient * scale, gradients)
 
 
-def _optimizer(options: Options) -> Any:
+def _optimizer(options: DistillOptions) -> Any:
     """AdamW with weight decay for matrices, without for vectors (norms, biases)."""
     matrices, vectors = (
         optim.AdamW(

@@ -21,7 +21,7 @@ from ...sampling_params import SamplingParams
 from ..decoding import Task, decode, token_level, with_end
 from . import seed_prompts
 from .corpus import GREEDY, SAMPLED, TEXT, Document
-from .options import Check, Options, go_on
+from .options import Check, DistillOptions, go_on
 
 #: Temperatures of sampled answers and of user turns.
 TEMPERATURE, TURN_TEMPERATURE = 0.7, 0.8
@@ -92,7 +92,7 @@ class Author:
         self,
         model: nn.Module,
         tokenizer: TokenizerWrapper,
-        options: Options,
+        options: DistillOptions,
         writers: int,
         check: Check = go_on,
     ):

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec.tools.distill.job import Job
-from specdec.tools.distill.options import Budget, Check, Options, go_on
+from specdec.tools.distill.job import Distillation
+from specdec.tools.distill.options import Budget, Check, DistillOptions, go_on
 from specdec.tools.distill.wave import Author
 from tests.models.folders import write_folder
 
@@ -23,7 +23,7 @@ def write_target(folder: Path, arch: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def options(target: Path, out: Path, **changes: Any) -> Options:
+def options(target: Path, out: Path, **changes: Any) -> DistillOptions:
     """A run of a few small steps on answers to :data:`QUESTIONS`."""
     questions = target.with_name("questions.txt")
     questions.write_text(QUESTIONS, "utf-8")
@@ -40,16 +40,16 @@ def options(target: Path, out: Path, **changes: Any) -> Options:
         "writers": 12,
         "block_tokens": 256,
     }
-    return Options(**(standard | changes))
+    return DistillOptions(**(standard | changes))
 
 
 def quietly(line: str) -> None:
     """Say nothing."""
 
 
-def run(wanted: Options) -> dict[str, Any]:
+def run(wanted: DistillOptions) -> dict[str, Any]:
     """Do it all; the card."""
-    return Job(wanted, quietly).run()
+    return Distillation(wanted, quietly).run()
 
 
 def same(a: Any, b: Any) -> bool:
@@ -62,7 +62,7 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def longer(wanted: Options, tokens: int) -> Options:
+def longer(wanted: DistillOptions, tokens: int) -> DistillOptions:
     """The same with another budget."""
     return replace(wanted, budget=Budget(tokens=tokens))
 
@@ -78,6 +78,6 @@ class NoTemplate:
 
 def make_author(model: Any, check: Check = go_on, ends: tuple[int, ...] = ()) -> Author:
     """Writes with a model alone, up to eight rows at once."""
-    wanted = Options(target=None, budget=Budget(tokens=1))
+    wanted = DistillOptions(target=None, budget=Budget(tokens=1))
     tokenizer: Any = NoTemplate(*ends)
     return Author(model, tokenizer, wanted, 8, check)

@@ -15,8 +15,8 @@ from mlx_lm.utils import dequantize_model
 from specdec.errors import ConfigError, ModelError
 from specdec.models import load_draft
 from specdec.tools.distill.beginning import as_begun
-from specdec.tools.distill.job import Job
-from specdec.tools.distill.options import Options
+from specdec.tools.distill.job import Distillation
+from specdec.tools.distill.options import DistillOptions
 
 from .harness import longer, options, quietly, run, write_target
 
@@ -40,7 +40,7 @@ def made(
     request: pytest.FixtureRequest,
     target: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Options, Path]:
+) -> tuple[DistillOptions, Path]:
     first = tmp_path_factory.mktemp("made") / "first"
     wanted = options(target, first, **FORMS[request.param])
     run(longer(wanted, 300))
@@ -54,15 +54,15 @@ def layers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return first
 
 
-def begun(target: Path, tmp_path: Path, first: Path, **changes: Any) -> Options:
+def begun(target: Path, tmp_path: Path, first: Path, **changes: Any) -> DistillOptions:
     return options(target, tmp_path / "second", begin_with=str(first), **changes)
 
 
 def test_it_begins_with_the_weights_of_the_draft(
-    made: tuple[Options, Path], target: Path, tmp_path: Path
+    made: tuple[DistillOptions, Path], target: Path, tmp_path: Path
 ) -> None:
     earlier, first = made
-    job = Job(begun(target, tmp_path, first), quietly)
+    job = Distillation(begun(target, tmp_path, first), quietly)
 
     draft = dequantize_model(load_draft(str(first), job.target).model)
     reference = job.student
@@ -93,7 +93,7 @@ def test_it_resumes(layers: Path, target: Path, tmp_path: Path) -> None:
     wanted = longer(begun(target, tmp_path, layers), 300)
     run(wanted)
     lines: list[str] = []
-    Job(replace(longer(wanted, 600), resume=True), lines.append).run()
+    Distillation(replace(longer(wanted, 600), resume=True), lines.append).run()
     assert any(line.startswith("going on after step") for line in lines)
     assert (tmp_path / "second/model.safetensors").exists()
 
@@ -110,7 +110,7 @@ def test_it_does_not_resume_with_another_draft(
     )
     again = replace(longer(wanted, 600), resume=True, begin_with=str(other))
     with pytest.raises(ModelError, match="was made with began_with"):
-        Job(again, quietly).run()
+        Distillation(again, quietly).run()
 
 
 def test_what_training_cannot_begin_with(
@@ -118,7 +118,7 @@ def test_what_training_cannot_begin_with(
 ) -> None:
     other = write_target(tmp_path / "other", hidden_size=48, num_attention_heads=2)
     with pytest.raises(ModelError, match="does not fit the target"):
-        Job(begun(other, tmp_path, layers), quietly)
+        Distillation(begun(other, tmp_path, layers), quietly)
     with pytest.raises(ConfigError, match="no draft that specdec distill made"):
         as_begun(begun(target, tmp_path, target))
     with pytest.raises(ConfigError, match="which training begins with"):

@@ -30,7 +30,7 @@ from specdec.tools.distill.block_student import (
 )
 from specdec.tools.distill.blocks import Block
 from specdec.tools.distill.loss import ChunkedLoss
-from specdec.tools.distill.options import Options
+from specdec.tools.distill.options import DistillOptions
 from specdec.tools.distill.student import head_of, make_student
 from specdec.tools.distill.train import Trainer
 from tests.models.architectures import build
@@ -299,7 +299,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(folder, num_hidden_layers=6)
 
 
-def block_options(target: Path, out: Path, **changes: Any) -> Options:
+def block_options(target: Path, out: Path, **changes: Any) -> DistillOptions:
     """A run whose answers are there once they are written."""
     known = target.with_name("data")
     return options(target, out, kind="block", block_size=SIZE, data=known, **changes)

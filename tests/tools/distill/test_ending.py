@@ -12,7 +12,7 @@ import pytest
 from specdec.tools.distill import job
 from specdec.tools.distill.checkpoint import NAME
 from specdec.tools.distill.evaluate import HeldOut
-from specdec.tools.distill.job import Job
+from specdec.tools.distill.job import Distillation
 from specdec.tools.distill.train import Trainer
 from specdec.tools.distill.wave import Author
 
@@ -63,7 +63,7 @@ def test_nothing_else_is_begun(
     if name == "user_turns":
         wanted = options(target, tmp_path / "out", prompts=(), data_tokens=1000)
     with pytest.raises(KeyboardInterrupt):
-        Job(longer(wanted, 600), quietly, check).run()
+        Distillation(longer(wanted, 600), quietly, check).run()
     assert seen == {"begun": 1, "finished": finished}
     assert (wanted.work / NAME).exists() is kept
 

@@ -19,8 +19,8 @@ from specdec.models import load, load_draft
 from specdec.models.draft_folder import fingerprint
 from specdec.models.model_outline import outline, outline_draft
 from specdec.models.precision import quantized_copy
-from specdec.tools.distill.job import Job
-from specdec.tools.distill.options import Options
+from specdec.tools.distill.job import Distillation
+from specdec.tools.distill.options import DistillOptions
 from tests.models.folders import write_folder
 
 from .harness import longer, options, quietly, write_target
@@ -31,7 +31,7 @@ ARCHES = ["llama", "granitemoehybrid", "gemma3", "qwen3_5"]
 COUNTS = {"gemma3": 6, "granitemoehybrid": 4, "qwen3_5": 4}
 
 
-def brief(target: Path, out: Path, **changes: Any) -> Options:
+def brief(target: Path, out: Path, **changes: Any) -> DistillOptions:
     """A run of two steps or three."""
     return longer(options(target, out, answer_tokens=8, **changes), 300)
 
@@ -49,7 +49,7 @@ def test_a_folder_that_mlx_lm_loads(
     """Logits are those that training ended with; specdec decodes with it, exactly."""
     count = COUNTS.get(arch, 3)
     target = write_target(tmp_path / "target", arch, num_hidden_layers=count)
-    job = Job(brief(target, tmp_path / "out", bits=bits, widen=2), quietly)
+    job = Distillation(brief(target, tmp_path / "out", bits=bits, widen=2), quietly)
     card = job.run()
     loaded: Any = mlx_lm.load(str(tmp_path / "out"))
     model, tokenizer = loaded
@@ -83,9 +83,9 @@ def test_layers_alone(tmp_path: Path, tied: bool, bits: int | None) -> None:
     """Nothing of the target's is stored, and the loaded draft is the same model."""
     target = write_target(tmp_path / "target", tie_word_embeddings=tied)
     wanted = brief(target, tmp_path / "whole", bits=bits)
-    Job(wanted, quietly).run()
+    Distillation(wanted, quietly).run()
     alone = replace(wanted, out=tmp_path / "alone", layers_only=True)
-    Job(alone, quietly).run()
+    Distillation(alone, quietly).run()
     stored: Any = mx.load(str(tmp_path / "alone" / "model.safetensors"))
     assert not any("embed" in name or "lm_head" in name for name in stored)
     names = {path.name for path in (tmp_path / "alone").iterdir()}
@@ -129,7 +129,7 @@ def test_another_target_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = write_target(tmp_path / "target")
-    Job(brief(target, tmp_path / "out"), quietly).run()
+    Distillation(brief(target, tmp_path / "out"), quietly).run()
     write_folder(tmp_path / "other", seed=7, num_hidden_layers=4)
     with caplog.at_level(logging.WARNING, "specdec"):
         load_draft(str(tmp_path / "out"), load(str(target)))

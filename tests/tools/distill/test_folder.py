@@ -19,7 +19,7 @@ from specdec.tools.distill import checkpoint
 from specdec.tools.distill.checkpoint import BEFORE, NAME, Progress
 from specdec.tools.distill.corpus import FORMAT as CORPUS_FORMAT
 from specdec.tools.distill.corpus import Corpus, Document
-from specdec.tools.distill.job import Job
+from specdec.tools.distill.job import Distillation
 from specdec.tools.distill.storage import (
     read_arrays,
     write_arrays,
@@ -113,7 +113,7 @@ def test_a_half_written_draft_is_refused(tmp_path: Path) -> None:
     for layers_only in (True, False):
         out = tmp_path / f"out-{layers_only}"
         wanted = options(target, out, layers_only=layers_only)
-        Job(longer(wanted, 300), quietly).run()
+        Distillation(longer(wanted, 300), quietly).run()
         loaded = load(str(target))
         load_draft(str(out), loaded)
         (out / "config.json").unlink()

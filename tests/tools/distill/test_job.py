@@ -20,8 +20,8 @@ from specdec.errors import ConfigError, ModelError
 from specdec.tools.distill import checkpoint, evaluate, job
 from specdec.tools.distill import export as export_module
 from specdec.tools.distill.checkpoint import NAME
-from specdec.tools.distill.job import Job
-from specdec.tools.distill.options import Budget, Options
+from specdec.tools.distill.job import Distillation
+from specdec.tools.distill.options import Budget, DistillOptions
 from specdec.tools.distill.train import Trainer, clipped
 
 from .harness import longer, options, quietly, run, same, write_target
@@ -42,10 +42,10 @@ def whole(
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[Options, int], None]:
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[DistillOptions, int], None]:
     """Do a run that is interrupted after so many steps: ``stopped(wanted, 4)``."""
 
-    def after(wanted: Options, steps: int) -> None:
+    def after(wanted: DistillOptions, steps: int) -> None:
         step = Trainer.step
 
         def counted(self: Trainer) -> None:
@@ -111,7 +111,7 @@ def test_learning_lowers_the_divergence_and_raises_agreement(
 
 def test_the_target_stays_as_it_is(target: Path, tmp_path: Path) -> None:
     """Embedding and head are its own arrays; layers were its own in the beginning."""
-    job = Job(longer(options(target, tmp_path / "out"), 300), quietly)
+    job = Distillation(longer(options(target, tmp_path / "out"), 300), quietly)
     before = dict(weights(target))
     begun = job.student.parameters
     job.run()
@@ -205,7 +205,7 @@ def test_a_full_disk_while_learning(
 
     monkeypatch.setattr(checkpoint, "save", limited)
     lines: list[str] = []
-    Job(longer(options(target, tmp_path / "out"), 300), lines.append).run()
+    Distillation(longer(options(target, tmp_path / "out"), 300), lines.append).run()
     assert any(line.startswith("warning: no checkpoint: cannot") for line in lines)
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert not list((tmp_path / "out" / "work").glob(f"*{NAME}*"))

@@ -15,7 +15,7 @@ import pytest
 from specdec.models import load
 from specdec.tools.distill import seed_prompts
 from specdec.tools.distill.corpus import GREEDY, Document
-from specdec.tools.distill.options import Budget, Options
+from specdec.tools.distill.options import Budget, DistillOptions
 from specdec.tools.distill.seed_prompts import Opening, draw
 from specdec.tools.distill.wave import (
     Author,
@@ -114,7 +114,9 @@ def test_documents_of_a_wave(
         return begun.pop(0)
 
     monkeypatch.setattr(seed_prompts, "draw", drawn)
-    wanted = Options(target=None, budget=Budget(tokens=1), topics=("code", "problems"))
+    wanted = DistillOptions(
+        target=None, budget=Budget(tokens=1), topics=("code", "problems")
+    )
     author = Author(tiny_model("llama"), tokenizer, wanted, 4)
     documents = author.wave(0)
     assert asked == {("code", "problems")}
@@ -179,7 +181,7 @@ def test_texts_are_cut_to_pieces(tmp_path: Any) -> None:
 def test_a_wave_is_a_function_of_its_number(tmp_path: Any) -> None:
     """Data that another run cannot make again; a wave that repeats the one before."""
     target = load(str(write_target(tmp_path / "target")), dtype="float32")
-    wanted = Options(
+    wanted = DistillOptions(
         target=None, budget=Budget(tokens=1), turn_tokens=24, answer_tokens=6
     )
 
