@@ -11,8 +11,7 @@ import click
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..utils.data_files import DataError, check_shape, read_toml
-from ..utils.names import nearest
-from ..utils.printable import quoted
+from ..utils.names import check_settings
 from ..utils.sizes import parse_size
 
 #: What a model's table may have: arguments of ``SpecDecoder.from_pretrained``.
@@ -45,17 +44,13 @@ def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any
         for name, model in table.items():
             table_name = f"models.{name}"
             check_shape(model, dict, table_name)
-            known = [key.removesuffix("?") for key in _LOADING]
-            for key in model.keys() - known:
-                near = nearest(key, known)
-                remedy = f"did you mean {near}?" if near else "leave it out"
-                raise DataError(f"{table_name} has no {quoted(key)}: {remedy}")
+            check_settings(model, (k.removesuffix("?") for k in _LOADING), table_name)
             check_shape(model, _LOADING, table_name)
         if not table:
             raise DataError("it names no model: write a table [models.NAME]")
     except FileNotFoundError as error:
         raise click.UsageError(f"--models {path}: there is no such file") from error
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         raise click.UsageError(f"--models {path}: {error}") from error
     return {name: _arguments(path, name, table[name], common) for name in table}
 
