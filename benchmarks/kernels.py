@@ -518,40 +518,6 @@ def peer_wave(model: nn.Module, ids: list[list[int]]) -> None:
         pass
 
 
-@main.command(cls=Script)
-@click.option("--length", default=400, type=click.IntRange(1), help="Of a chain.")
-@out_option
-def nodes(length: int, out: str | None) -> None:
-    """What an operation costs the host, in chains that one call hands over."""
-    x, row, w = (mx.ones(of, mx.bfloat16) for of in ((8, 576), (576,), (576, 576)))
-    slots = mx.full((8, 1), 9)
-    chains: dict[str, Callable[[mx.array], mx.array]] = {
-        "a view": lambda y: y.T,
-        "an addition": lambda y: y + row,
-        "an RMS norm": lambda y: mx.fast.rms_norm(y, row, 1e-5),
-        "a write": lambda y: mx.put_along_axis(y, slots, slots.astype(y.dtype), axis=1),
-        "a product by MLX": lambda y: y @ w.T,
-    }
-    if defaults().kernels and skinny_matmul.proven(x.dtype):
-        chains["a product by us"] = partial(skinny_matmul.product, weight=w, bias=None)
-    raw, rows = header_of("What an operation costs the host"), list[list[str]]()
-    for name, operation in chains.items():
-        times = []
-        for _ in range(12):
-            mx.eval(y := x + 0, w, slots, row)
-            for _ in range(length):
-                y = operation(y)
-            start = time.perf_counter()
-            mx.async_eval(y)
-            handed = time.perf_counter() - start
-            mx.eval(y)
-            times.append((handed, time.perf_counter() - start))
-        found = map(statistics.median, zip(*times[3:], strict=True))
-        rows.append([name, *(f"{1e6 * seconds / length:.1f}" for seconds in found)])
-    raw["microseconds"], header = rows, ["each", "handing over (us)", "until done (us)"]
-    write_report(out, raw, markdown_table(header, rows))
-
-
 # -- prompt lookup -----------------------------------------------------------
 
 VOCAB, WARM_UP = 1000, 3

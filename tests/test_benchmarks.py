@@ -79,13 +79,6 @@ def test_profile_round(tmp_path: Path) -> None:
         assert sum(phases.values()) == pytest.approx(total)
 
 
-def test_nodes(tmp_path: Path) -> None:
-    """The host's part of a chain's time comes first."""
-    raw = run("kernels nodes", tmp_path / "nodes", "--length", "4")
-    assert "a product by MLX" in [name for name, *_ in raw["microseconds"]]
-    assert all(0 < float(a) <= float(b) for _, a, b in raw["microseconds"])
-
-
 def test_ngram(tmp_path: Path) -> None:
     raw = run(
         "kernels ngram",
