@@ -370,8 +370,8 @@ class CacheCore:
                 num_tokens,
                 lambda: layout.slots(positions_after(offset, num_tokens)),
             )
-            few = num_tokens <= FEW_TOKENS and not self.packing
-            if few and self._options["in_place"]:
+            in_place = self._options["in_place"] and not self.packing
+            if in_place and num_tokens <= FEW_TOKENS:
                 self._advance(num_tokens, longest)
                 unwritten: Any = storage.write_later(updates, slots, extent)
                 return unwritten, unwritten

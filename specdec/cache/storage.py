@@ -197,7 +197,7 @@ class Storage:
     @property
     def capacity(self) -> int:
         """Slots allocated per row."""
-        return 0 if self.arrays is None else int(self.arrays[0].shape[2])
+        return 0 if self._arrays is None else int(self._arrays[0].shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +208,7 @@ class Storage:
     def dtype(self) -> mx.Dtype | None:
         """Type of the scores that attention computes, once something is stored."""
         # The last array is the values, or their biases: in the model's dtype.
-        return None if self.arrays is None else self.arrays[-1].dtype
+        return None if self._arrays is None else self._arrays[-1].dtype
 
     def grow(self, capacity: int) -> None:
         """Append zeroed slots up to ``capacity``; one copy, nothing else held."""
@@ -243,10 +243,11 @@ class Storage:
 
     def read(self, extent: int) -> Arrays:
         """The first ``extent`` slots."""
-        assert self.arrays is not None
-        if extent == self.capacity:
-            return self.arrays
-        return tuple([a[:, :, :extent] for a in self.arrays])
+        arrays = self.arrays
+        assert arrays is not None
+        if extent == arrays[0].shape[2]:
+            return arrays
+        return tuple([a[:, :, :extent] for a in arrays])
 
     def blank(self, rows: int) -> Storage:
         """A storage of the same kind and size, with ``rows`` rows of zeros."""
