@@ -206,8 +206,7 @@ class BatchCache(CacheCore):
 
     def make_finite(self, rows: Sequence[int]) -> None:
         """Zero whatever is not finite in the given rows, their tokens' values too."""
-        which = [row in rows for row in range(self.batch_size)]
-        self._storage.make_finite(mx.array(which))
+        self._storage.make_finite(rows)
 
     def _same_shape(self: C, others: Sequence[C]) -> None:
         """Make ``self`` and ``others`` joinable (equal layouts)."""

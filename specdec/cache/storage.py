@@ -301,17 +301,25 @@ class Storage:
                 for a in self.arrays
             )
 
-    def make_finite(self, rows: mx.array) -> None:
-        """Zero what is not finite in the rows that ``rows``, (B,), boolean, marks."""
-        if self.arrays is not None:
-            self.arrays = tuple(
-                mx.where(
-                    rows.reshape(-1, *[1] * (a.ndim - 1)) & ~mx.isfinite(a),
-                    mx.zeros((), a.dtype),
-                    a,
-                )
-                for a in self.arrays
+    def make_finite(self, rows: Sequence[int]) -> None:
+        """Zero what is not finite in the given rows.
+
+        This waits for the device, and copies nothing if all of it is finite.
+        """
+        arrays = self.arrays or ()
+        finite = [mx.isfinite(a[row : row + 1]).all() for a in arrays for row in rows]
+        mx.eval(finite)
+        if all(each.item() for each in finite):
+            return
+        which = mx.array([row in rows for row in range(len(arrays[0]))])
+        self.arrays = tuple(
+            mx.where(
+                which.reshape(-1, *[1] * (a.ndim - 1)) & ~mx.isfinite(a),
+                mx.zeros((), a.dtype),
+                a,
             )
+            for a in arrays
+        )
 
     def row(self, row: int, slots: mx.array) -> Arrays:
         """A copy of the given slots of one row, shape (1, H, len(slots), D)."""

@@ -23,6 +23,7 @@ from .decode_attention import Form
 from .kernels import TYPES, cuda_kernel
 from .proofs import Proofs
 
+Arrays = tuple[mx.array, ...]
 THREADS = 256
 _INPUTS = ("q", "k", "v", "new_k", "new_v", "slots")
 # A thread copies an element of the queries, (B, H, S, D). Those of the first heads
@@ -48,11 +49,8 @@ SOURCE = """
 
 
 def write(
-    queries: mx.array,
-    cache: tuple[mx.array, ...],
-    new: tuple[mx.array, ...],
-    slots: mx.array,
-) -> tuple[mx.array, tuple[mx.array, ...]]:
+    queries: mx.array, cache: Arrays, new: Arrays, slots: mx.array
+) -> tuple[mx.array, Arrays]:
     """Write ``new`` keys and values into ``slots`` of ``cache``.
 
     Args:
@@ -79,9 +77,7 @@ def write(
     return out, tuple(mx.depends(list(cache), [out]))
 
 
-def takes(
-    queries: mx.array, cache: tuple[mx.array, ...], new: tuple[mx.array, ...]
-) -> bool:
+def takes(queries: mx.array, cache: Arrays, new: Arrays) -> bool:
     """Whether :func:`write` can write these, and was proven."""
     return (
         proven.reached((queries.shape[3], queries.dtype))
@@ -99,11 +95,8 @@ def _agrees(form: Form) -> bool:
     seen, scale = mx.ones((2, 1, 2, 40), mx.bool_), size**-0.5
 
     def usual(
-        queries: mx.array,
-        cache: tuple[mx.array, ...],
-        new: tuple[mx.array, ...],
-        slots: mx.array,
-    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        queries: mx.array, cache: Arrays, new: Arrays, slots: mx.array
+    ) -> tuple[mx.array, Arrays]:
         index = slots[:, None, :, None]
         with mx.stream(mx.cpu):  # where MLX's operations are compiled already
             pairs = zip(cache, new, strict=True)
@@ -141,7 +134,7 @@ class Unwritten:
     """
 
     storage: Any
-    new: tuple[mx.array, ...]
+    new: Arrays
     slots: mx.array
     extent: int
 

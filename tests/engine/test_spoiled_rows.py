@@ -357,3 +357,18 @@ def test_cleaning_touches_no_other_row_and_no_kept_token(
         hidden = ~mask[:, :, 0, :, None]
         assert mx.array_equal(mx.where(hidden, 0, a), mx.where(hidden, 0, b)).item()
         assert mx.isfinite(a).all().item()
+
+
+def test_only_what_is_not_finite_is_replaced() -> None:
+    """A draft that is merely bad was copied whole, beside the rounds in flight."""
+    cache = BatchKVCache(3)
+    more = mx.random.normal((3, 2, 4, 32))
+    more[1, 0, 2] = float("nan")
+    cache.update_and_fetch(more, more)
+    before = cache.arrays
+    cache.make_finite([0, 2])
+    assert cache.arrays is before
+    cache.make_finite([0, 1])
+    for old, new in zip(before, cache.arrays, strict=True):
+        wanted = mx.where(mx.isfinite(old), old, 0)
+        assert mx.array_equal(new, wanted).item()
