@@ -391,6 +391,8 @@ LONG_STRING = text("a") + struct.pack("<IQ", 8, 1 << 28)
         (header([text("a") + struct.pack("<IB", 0, 1)] * 2), "a is there twice"),
         (header([], [tensor("a", 4), tensor("a", 4)]), "a is there twice"),
         (header([], [tensor("a", 4, 0)]), "has the shape"),
+        (header([], [tensor("a")]), "tensor a has 0 axes"),
+        (header([], [tensor("a", 1, 1, 1, 1, 1)]), "tensor a has 5 axes"),
         (header([], [tensor("a", 1, 1 << 31)]), "has the shape"),
     ],
 )
