@@ -338,7 +338,7 @@ def no_value_norm(layer: Any) -> None:
     part = layer.self_attn
     part.keys_values = lambda x, offset: (
         type(part).keys_values(part, x, offset)[0],
-        part._heads(part.k_proj(x), part.num_kv_heads),
+        part._heads(part.k_proj(x), part.n_kv_heads),
     )
 
 
