@@ -32,15 +32,15 @@ _RAY = ("--ray", "local", "--ray-workers", "2", "--batch", "2")
 
 def processes(mark: str, title: bytes = b"") -> list[int]:
     """Processes with a mark in their environment and a title; only those of ours."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with suppress(OSError):
             ours = f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes()
             if ours and title in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
+                processes.append(int(entry.name))
+    return processes
 
 
 def end_all(mark: str) -> None:
@@ -182,16 +182,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["kills", "resume"])
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.monotonic()
-        job = Job(folder, given.prompts, given.tokens)
-        if given.only != "resume":
-            rng = random.Random(given.seed)
-            done = kill_workers(job, folder / "a.jsonl", given.kills, rng)
-            print(f"{done} of {given.prompts} prompts had ended by the last kill")
+        job = Job(folder, arguments.prompts, arguments.tokens)
+        if arguments.only != "resume":
+            rng = random.Random(arguments.seed)
+            done = kill_workers(job, folder / "a.jsonl", arguments.kills, rng)
+            print(f"{done} of {arguments.prompts} prompts had ended by the last kill")
             print(f"all have one result after {time.monotonic() - began:.0f} s")
-        if given.only != "kills":
+        if arguments.only != "kills":
             done = kill_the_job(job, folder / "b.jsonl")
             print(f"the job was killed when {done} prompts had ended, and resumed")
 

@@ -35,11 +35,11 @@ async def cycle(decoder: SpecDecoder, *, close: bool) -> Server:
 
 def main(how: str, cycles: int) -> None:
     target = loaded(_tiny_model("llama"))
-    begun = threading.Event()
+    entered = threading.Event()
 
     class Endless(type(target.tokenizer)):  # type: ignore[misc]
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            begun.set()
+            entered.set()
             threading.Event().wait()
             return []
 
@@ -52,7 +52,7 @@ def main(how: str, cycles: int) -> None:
         kept.append(server)
         if how == "tokenizing" and not close:
             kept.append(loop.create_task(server.generate("a prompt")))
-            loop.run_until_complete(asyncio.to_thread(begun.wait))
+            loop.run_until_complete(asyncio.to_thread(entered.wait))
         print(len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0)
 
 

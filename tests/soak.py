@@ -45,13 +45,7 @@ from specdec.spec_decode.draft_length import (
 from tests.byte_tokenizer import character_tokenizer
 from tests.cache.small_models import MODELS
 from tests.conftest import _tiny_model
-from tests.plain import (
-    AT_ONCE,
-    BEHIND,
-    METAL,
-    Masked,
-    plainly,
-)
+from tests.plain import AT_ONCE, BEHIND, METAL, Masked, plainly
 from tests.scripted import Script
 from tests.test_decoder import Tokenizer
 
@@ -175,12 +169,7 @@ def draw_work(rng: random.Random) -> Work:
         some(0.2, top_p=rng.choice((0.5, 0.9)))
         some(0.2, top_k=rng.choice((1, 5, 200)))
         some(0.2, min_p=0.05)
-        some(
-            0.1,
-            xtc_probability=0.5,
-            xtc_threshold=0.02,
-            xtc_special_tokens=(1, 13),
-        )
+        some(0.1, xtc_probability=0.5, xtc_threshold=0.02, xtc_special_tokens=(1, 13))
     some(0.15, repetition_penalty=1.4, repetition_context_size=rng.choice((4, 20)))
     some(0.15, presence_penalty=0.7)
     some(0.15, frequency_penalty=rng.choice((0.4, -0.2)), frequency_context_size=33)
@@ -338,9 +327,9 @@ class World:
 
     def __post_init__(self) -> None:
         model, self.options = KINDS[self.kind]
-        made = models(model, bool(self.options))
-        self.model = made["perfect"]
-        self.drafting = made[self.draft] if self.draft else None
+        drafts = models(model, bool(self.options))
+        self.model = drafts["perfect"]
+        self.drafting = drafts[self.draft] if self.draft else None
         self.begun: weakref.WeakSet[ModelRows] = weakref.WeakSet()
 
     @property
@@ -489,9 +478,9 @@ def cut(
     failed = work.fails_at is not None
     for n in range(len(tokens) + 1):
         text = text_of(tokens[:n])
-        found = [at for s in stop if (at := text.find(s)) >= 0]
-        if found:
-            end = min(found)
+        places = [at for s in stop if (at := text.find(s)) >= 0]
+        if places:
+            end = min(places)
             kept = next(i for i in range(n + 1) if len(text_of(tokens[:i])) >= end)
             return tokens[:kept], text[:end], "stop", n
         ended = n == len(tokens)
@@ -604,9 +593,9 @@ class Client:
                 self.verify_row(i, work)
                 continue
             tokens, *_ = self.world.whole(work, self.limits[i])
-            found = self.tokens[i]
-            if not is_tie(self.world, work, found, tokens):
-                self.counts.check(tokens[: len(found)] == found, self.world, work)
+            emitted = self.tokens[i]
+            if not is_tie(self.world, work, emitted, tokens):
+                self.counts.check(tokens[: len(emitted)] == emitted, self.world, work)
 
     def leave(self) -> None:
         """Let go of the session."""

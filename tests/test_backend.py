@@ -39,12 +39,8 @@ def test_defaults(
 ) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
-    found = backend.defaults()
-    assert expected == (
-        found.name,
-        found.read_bucket,
-        found.static_shapes,
-    )
+    defaults = backend.defaults()
+    assert expected == (defaults.name, defaults.read_bucket, defaults.static_shapes)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_steps(tmp_path: Path) -> None:
     raw = run("kernels steps", tmp_path / "steps", "--shape", "tiny-moe",
               "--repeat", "1",
               "--group-size", "32")  # fmt: skip
-    found = {(r["rows"], r["tokens"]): r for r in raw["milliseconds"]}
-    assert len(found) == 7
-    assert {at for at, r in found.items() if "mlx_lm" in r} == {(1, 1), (8, 1), (32, 1)}
+    cells = {(r["rows"], r["tokens"]): r for r in raw["milliseconds"]}
+    assert len(cells) == 7
+    assert {at for at, r in cells.items() if "mlx_lm" in r} == {(1, 1), (8, 1), (32, 1)}
 
 
 def test_profile_round(tmp_path: Path) -> None:

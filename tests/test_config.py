@@ -118,8 +118,8 @@ def test_a_seed_that_is_not_given_is_random_where_one_is_used(
 def test_params_of_each_prompt_come_in_any_iterable(
     per_prompt: PerPrompt, kind: Callable[[Any], Iterable[SamplingParams]]
 ) -> None:
-    given = [SamplingParams(seed=3), SamplingParams(seed=3, max_tokens=1)]
-    assert per_prompt(kind(given), 2) == given
+    params = [SamplingParams(seed=3), SamplingParams(seed=3, max_tokens=1)]
+    assert per_prompt(kind(params), 2) == params
 
 
 @pytest.mark.parametrize(

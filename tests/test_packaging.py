@@ -56,13 +56,13 @@ def test_the_lock_is_names_and_versions() -> None:
 def test_the_page_names_what_the_demo_installs() -> None:
     """An extra that a user gets without having read of it."""
     script = (ROOT / "scripts" / "lib.sh").read_text("utf-8")
-    found = re.search(r'extras="\$\{backend:\+\$backend,\}([\w,]+)', script)
-    assert found is not None
+    match = re.search(r'extras="\$\{backend:\+\$backend,\}([\w,]+)', script)
+    assert match is not None
     backends = re.findall(r"echo (cpu|cuda\d+)", script)
     assert len(backends) == 3
     page = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
     beginning = page.partition("## Install")[0]
-    for extra in (*found[1].split(","), *backends):
+    for extra in (*match[1].split(","), *backends):
         assert f"`{extra}`" in beginning, extra
 
 

@@ -51,8 +51,8 @@ def table_of(model: Path, batch: Any, **options: Any) -> Any:
     """The same as a table."""
 
     async def call() -> Any:
-        given = {"params": PARAMS, "config": EngineConfig(batch_size=4), **options}
-        stage = SpecDecodeStage(str(model), **given)
+        settings = {"params": PARAMS, "config": EngineConfig(batch_size=4), **options}
+        stage = SpecDecodeStage(str(model), **settings)
         try:
             return await stage(batch)
         finally:
@@ -86,13 +86,13 @@ def test_a_stage_gives_what_one_machine_gives(model: Path) -> None:
     table = pa.Table.from_pylist(rows)
     frame = table.to_pandas()
     for batch in (table, {name: frame[name].to_numpy() for name in frame}):
-        found = staged(model, batch)
-        assert [row["id"] for row in found] == [row["id"] for row in rows]
-        assert [row["index"] for row in found] == list(range(10))
-        failed = found.pop(4)
+        results = staged(model, batch)
+        assert [row["id"] for row in results] == [row["id"] for row in rows]
+        assert [row["index"] for row in results] == list(range(10))
+        failed = results.pop(4)
         assert failed["finish_reason"] == "error"
         assert "shorten it" in failed["error"]
-        for row, result in zip(found, expected, strict=True):
+        for row, result in zip(results, expected, strict=True):
             line = result.to_dict()
             assert {**line, **row}.keys() - line.keys() == {"id", "max_tokens"}
             for key in ("text", "token_ids", "seed", "finish_reason", "stop_token"):
@@ -127,15 +127,15 @@ def test_rows_that_cannot_be_asked_for(model: Path) -> None:
 
 def test_columns_keep_their_types(model: Path) -> None:
     """A column that is empty in a block would not fit the same one of another."""
-    own = {
+    columns = {
         "note": pa.array([None, None], pa.string()),
         "small": pa.array([1, 2], pa.int8()),
         "sizes": pa.array([[1.5], None], pa.list_(pa.float32())),
     }
-    table = pa.table({"index": [0, 1], "prompt": ["a", "b"], **own})
-    found = table_of(model, table)
-    for name in own:
-        assert found.column(name).equals(table.column(name))
+    table = pa.table({"index": [0, 1], "prompt": ["a", "b"], **columns})
+    results = table_of(model, table)
+    for name in columns:
+        assert results.column(name).equals(table.column(name))
 
 
 STAGED = """

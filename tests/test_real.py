@@ -80,7 +80,7 @@ def test_a_chat_prompt_is_answered(smollm2: LoadedModel, tmp_path: Path) -> None
     from specdec import SpecDecoder
 
     question = "What is the capital of France? Answer in one word."
-    config, found = EngineConfig(prefix_cache=tmp_path), []
+    config, results = EngineConfig(prefix_cache=tmp_path), []
     for stored in (False, True):
         decoder = SpecDecoder(smollm2, config=config)
         events = list(decoder.stream([question], SamplingParams(max_tokens=8)))
@@ -90,7 +90,7 @@ def test_a_chat_prompt_is_answered(smollm2: LoadedModel, tmp_path: Path) -> None
         assert "Paris" in result.text
         assert "".join(e.text for e in events) == result.text
         assert [t for e in events for t in e.token_ids] == result.token_ids
-        found.append(result.token_ids)
+        results.append(result.token_ids)
         assert decoder.prefix_store is not None
         decoder.prefix_store.close()
-    assert found[0] == found[1]
+    assert results[0] == results[1]

@@ -65,11 +65,11 @@ _spoilt: weakref.WeakSet[ModelRows] = weakref.WeakSet()
 
 def trims_too_little(self: ModelRows, n: Any, at_most: int, *fewest: int) -> None:
     """Once for each batch: rows that grow and grow would be written past the end."""
-    taken = mx.array(n)
+    counts = mx.array(n)
     if self not in _spoilt and at_most > 1:
         _spoilt.add(self)
-        taken = mx.where(taken > 1, taken - 1, taken)
-    _trim(self, taken, at_most, *fewest)
+        counts = mx.where(counts > 1, counts - 1, counts)
+    _trim(self, counts, at_most, *fewest)
 
 
 def holds_nothing_back(self: OutputText) -> int:

@@ -55,10 +55,7 @@ WITHOUT_MLX = (
 
 MOST_ATTRIBUTES = 15
 # Classes that have more: the list shrinks.
-LARGE = {
-    "cli/progress.Progress",
-    "engine/engine.Engine",
-}
+LARGE = {"cli/progress.Progress", "engine/engine.Engine"}
 
 
 @cache
@@ -108,8 +105,8 @@ def test_libraries_are_used_as_they_are() -> None:
         imports = list(names_imported(path))
         if path.as_posix().startswith(WITHOUT_MLX):
             roots = {name.partition(".")[0] for name in imports}
-            if found := roots & {"mlx", "mlx_lm", "transformers", "numpy"}:
-                wrong.append(f"{path} imports {found}")
+            if imported := roots & {"mlx", "mlx_lm", "transformers", "numpy"}:
+                wrong.append(f"{path} imports {imported}")
         wrong += [
             f"{path} imports {name}"
             for name in imports
@@ -146,7 +143,7 @@ def test_classes_can_be_kept_in_mind() -> None:
     for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                own = {
+                names = {
                     each.attr
                     for each in ast.walk(node)
                     if isinstance(each, ast.Attribute)
@@ -154,8 +151,8 @@ def test_classes_can_be_kept_in_mind() -> None:
                     and isinstance(each.value, ast.Name)
                     and each.value.id == "self"
                 }
-                if len(own) > MOST_ATTRIBUTES:
-                    large[f"{path.with_suffix('').as_posix()}.{node.name}"] = len(own)
+                if len(names) > MOST_ATTRIBUTES:
+                    large[f"{path.with_suffix('').as_posix()}.{node.name}"] = len(names)
     assert large.keys() == LARGE, large
 
 

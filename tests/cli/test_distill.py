@@ -203,13 +203,13 @@ def test_interrupted_and_gone_on_with(
         end.cancel()
     assert child.returncode == 130, "".join(seen) + rest
     assert f"what was done is kept in {out / 'work'}" in rest
-    kept = (out / "work" / "checkpoint.safetensors").exists()
+    is_there = (out / "work" / "checkpoint.safetensors").exists()
     # A step that takes long is not waited for where Ctrl-C asks for an end.
-    assert kept or number == signal.SIGINT
+    assert is_there or number == signal.SIGINT
     assert not (out / "config.json").exists()
     resumed = invoke(*small(target, out), "--resume")
     assert resumed.exit_code == 0, resumed.output
-    assert ("going on after step " in resumed.stderr) is kept
+    assert ("going on after step " in resumed.stderr) is is_there
     assert (out / "config.json").exists()
 
 

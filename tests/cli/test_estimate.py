@@ -113,12 +113,12 @@ def test_sizes_that_are_assumed(tmp_path: Path) -> None:
     """Other rows than a run takes; or more tokens than the target serves."""
     limit = ("--memory-limit", "64GB")
     record = {}
-    for own in (None, 1024, 8192, 1 << 20):
-        path = tmp_path / f"{own}.json"
-        path.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": own}))
+    for context in (None, 1024, 8192, 1 << 20):
+        path = tmp_path / f"{context}.json"
+        path.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": context}))
         result = estimate("--target", str(path), *limit)
         assert result.exit_code == 0, result.output
-        record[own] = n = as_json("--target", str(path), *limit)["context"]
+        record[context] = n = as_json("--target", str(path), *limit)["context"]
         assert f": {EngineConfig().batch_size} rows of {n} tokens\n" in result.stdout
         assert result.stderr == (
             "specdec: note: assumed: --device cpu, as here; --batch "
@@ -126,8 +126,8 @@ def test_sizes_that_are_assumed(tmp_path: Path) -> None:
             "and output together\n"
         )
         sizes = ("--context", str(n), "--batch", "8", "--device", "cpu")
-        given = estimate("--target", str(path), *sizes, *limit)
-        assert (given.stdout, given.stderr) == (result.stdout, "")
+        output = estimate("--target", str(path), *sizes, *limit)
+        assert (output.stdout, output.stderr) == (result.stdout, "")
     assert record == {None: 4096, 1024: 1024, 8192: 4096, 1 << 20: 4096}
 
 

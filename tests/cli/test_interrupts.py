@@ -248,10 +248,10 @@ def test_nothing_is_left_over_in_a_process_that_goes_on() -> None:
     threads = set(threading.enumerate())
     with Interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
-        begun = set(threading.enumerate()) - threads
+        started = set(threading.enumerate()) - threads
     assert signal.getsignal(signal.SIGINT) is before
     assert signal.set_wakeup_fd(-1) == -1
-    for thread in begun:
+    for thread in started:
         thread.join()
 
 

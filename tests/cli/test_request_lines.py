@@ -72,8 +72,8 @@ def test_settings_of_each_line() -> None:
     assert first.seed is not None
     assert second.seed == first.seed + 1
     # A seed of a line's own is nobody else's.
-    own = [record(temp=1, seed=7), record(temp=1)]
-    requests = requests_of(own, SamplingParams(seed=40))
+    records = [record(temp=1, seed=7), record(temp=1)]
+    requests = requests_of(records, SamplingParams(seed=40))
     assert [params.seed for params in requests] == [7, 41]  # type: ignore[union-attr]
 
 

@@ -551,8 +551,8 @@ def test_broken_pipe_is_quiet(
             patched.setattr(Sink, at, fail)
             plain = specdec(*asked)
             assert (plain.exit_code, plain.output) == (1, "")
-            kept = specdec(*asked, "--output", str(path))
-            assert (kept.exit_code, kept.output) == (1, said)
+            output = specdec(*asked, "--output", str(path))
+            assert (output.exit_code, output.output) == (1, said)
             assert len(read_lines(path)) == 2
 
 
@@ -589,11 +589,11 @@ def test_every_line_of_output_is_json(specdec: Specdec, tmp_path: Path) -> None:
     asked = ["--prompts", str(tmp_path / "p.jsonl"), "--output", str(out)]
     result = specdec("run", *asked, "--top-logprobs", "2")
     assert result.exit_code == 0, result.output
-    found = {
+    records = {
         row["index"]: row["id"]
         for row in map(strictly, out.read_text("utf-8").splitlines())
     }
-    assert [found[i] for i in range(len(ids))] == [json.loads(each) for each in ids]
+    assert [records[i] for i in range(len(ids))] == [json.loads(each) for each in ids]
 
 
 def test_what_is_no_number_is_written_as_null(tmp_path: Path) -> None:
@@ -608,8 +608,8 @@ def test_what_is_no_number_is_written_as_null(tmp_path: Path) -> None:
         output = OutputFile("--output", str(tmp_path / "o"), None)
         sink = Sink([PromptRecord("p"), PromptRecord("q")], output)
         sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
-    found = strictly((tmp_path / "o").read_text("utf-8"))
-    assert found["logprobs"] == [
+    record = strictly((tmp_path / "o").read_text("utf-8"))
+    assert record["logprobs"] == [
         {
             "token_id": 0,
             "text": "x",

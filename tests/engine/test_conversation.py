@@ -39,10 +39,10 @@ def test_turns_are_what_they_are_alone(tmp_path: Path) -> None:
         for turn in range(len(turns) + 1):
             alone = SamplingParams(max_tokens=12, temperature=0.8, seed=4 + i)
             (expected,) = decoder.generate([messages], alone, system_prompt="Be kind")
-            found = results[i, turn]
-            assert found.text == expected.text == texts[i, turn]
-            assert (found.index, found.turn) == (i, turn)
-            assert not turn or found.prefix_tokens
+            result = results[i, turn]
+            assert result.text == expected.text == texts[i, turn]
+            assert (result.index, result.turn) == (i, turn)
+            assert not turn or result.prefix_tokens
             if turn < len(turns):
                 messages += [
                     {"role": "assistant", "content": expected.text},
@@ -53,9 +53,9 @@ def test_turns_are_what_they_are_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 lists of turns for 1 prompts"):
         decoder.stream(["a"], turns=[(), ()])
     for wrong in ("And then?", [5], None):
-        given: Any = [wrong]
+        answers: Any = [wrong]
         with pytest.raises(ConfigError, match="give a list of texts for each prompt"):
-            decoder.stream(["a"], turns=given)
+            decoder.stream(["a"], turns=answers)
 
 
 def test_a_conversation_that_is_over_is_let_go(tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_run_writes_results_by_turn(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     heads = [line for line in done.stdout.split("\n") if line.startswith("== [")]
     assert heads == ["== [0.0] One", "== [0.1] Two", "== [1] Three"]
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {(r["index"], r.get("turn"), r.get("id")) for r in found} == {
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {(r["index"], r.get("turn"), r.get("id")) for r in lines} == {
         (0, 0, "a"), (0, 1, "a"), (1, None, None),
     }  # fmt: skip
     refused = CliRunner().invoke(

@@ -92,8 +92,8 @@ def test_drafting_begins_once_however_many_rows_come_and_go(
         batch_size=4, num_draft_tokens=4, backend=backend, drafter=drafter,
         length=Script(lambda number: 3 if number >= 3 else 0, may_pay=drafts),
     )  # fmt: skip
-    begun = prompts if drafts else []
-    assert sorted(drafter.prompts) == sorted(map(tuple, begun))
+    expected = prompts if drafts else []
+    assert sorted(drafter.prompts) == sorted(map(tuple, expected))
     assert all(r.accepted == r.drafted for r in rows)
     assert all((r.drafted > 0) == drafts for r in rows)
 

@@ -291,11 +291,11 @@ def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take a place, and its prompt be read, for nobody."""
-    begun: list[int] = []
+    prefilled: list[int] = []
     rows = ModelRunner.rows
 
     def watched(self: ModelRunner, prompts: Any, **options: Any) -> ModelRows:
-        begun.extend(prompt[0] for prompt in prompts)
+        prefilled.extend(prompt[0] for prompt in prompts)
         return rows(self, prompts, **options)
 
     monkeypatch.setattr(ModelRunner, "rows", watched)
@@ -308,7 +308,7 @@ def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
         ended += engine.step()
     reasons = {o.request.index: o.request.finish_reason for o in ended}
     assert reasons == {0: "length", 1: "cancelled", 2: "length"}
-    assert begun == [0, 2]
+    assert prefilled == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -443,11 +443,11 @@ def test_masks_follow_the_proposals_that_are_verified(
             for j in range(4):
                 proposed = [whole[:, i : i + 1] for i in range(j)]
                 masks.mask_next(logits[:, j : j + 1], proposed)
-            found = masks.mask(logits, tokens(verified))
+            masked = masks.mask(logits, tokens(verified))
             fresh = compiler.compile(Grammar.regex("a(bcd|xyz)*e"))
             alone = GrammarMasks({0: fresh}, {0: ENDS}, [3], 4)
             wanted = alone.mask(logits, tokens(verified))
-            assert mx.array_equal(found, wanted).item(), (asked, verified)
+            assert mx.array_equal(masked, wanted).item(), (asked, verified)
 
 
 def test_an_error_of_tokens_ahead_is_gone_with_them(compiler: GrammarCompiler) -> None:

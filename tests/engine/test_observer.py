@@ -105,9 +105,9 @@ def test_no_round_is_built_for_tokens_after_the_last(
         target, target if k else None, [[1, 2, 3]], [SamplingParams(max_tokens=13)],
         num_draft_tokens=k, backend=backend, observer=notes,
     )  # fmt: skip
-    begun = [each[1] for each in notes.noted if each[0] == "begun"]
-    assert begun[0] == 0  # the prompt's last step
+    lengths = [each[1] for each in notes.noted if each[0] == "begun"]
+    assert lengths[0] == 0  # the prompt's last step
     if k == 0:
-        assert begun[1:] == [0] * 12
+        assert lengths[1:] == [0] * 12
     elif backend is AT_ONCE:
-        assert begun[1:] == [4, 4, 1]
+        assert lengths[1:] == [4, 4, 1]

@@ -22,11 +22,11 @@ LONG = [7, 8, 9] * 70
 
 def steps(pace: Pace, *chunks: tuple[int, float]) -> list[int]:
     """Steps after chunks of one row, by width and seconds."""
-    found = []
+    widths = []
     for width, seconds in chunks:
         pace.take(1, width, seconds)
-        found.append(pace.step)
-    return found
+        widths.append(pace.step)
+    return widths
 
 
 def pace_of(most: int) -> Pace:

@@ -132,14 +132,14 @@ def test_cancelling(target: Any, draft: Any) -> None:
 
 
 def test_a_cancelled_session_leaves_nothing_behind(target: Any, draft: Any) -> None:
-    made: list[weakref.ref[Any]] = []
+    caches: list[weakref.ref[Any]] = []
     decode = decoder(target, draft)
     for runner in (decode._target, decode._drafter.runner):  # type: ignore[union-attr]
         rows = runner.rows
 
         def watched(*args: Any, _rows: Any = rows, **options: Any) -> Any:
             new = _rows(*args, **options)
-            made.append(weakref.ref(new))
+            caches.append(weakref.ref(new))
             return new
 
         runner.rows = watched  # type: ignore[method-assign]
@@ -153,8 +153,8 @@ def test_a_cancelled_session_leaves_nothing_behind(target: Any, draft: Any) -> N
         client.session.cancel(index)
     client.finish()
     gc.collect()
-    assert made
-    assert not any(ref() for ref in made)
+    assert caches
+    assert not any(ref() for ref in caches)
 
 
 def test_stop_texts_and_ids(target: Any, draft: Any) -> None:
@@ -176,9 +176,9 @@ def test_stop_texts_and_ids(target: Any, draft: Any) -> None:
     by_text, by_id, unused, at_once = results
     assert by_text.text == text[:at]
     assert by_text.stop_reason == stop
-    kept = len(by_text.token_ids)
+    shown = len(by_text.token_ids)
     # The comma that the stop text begins with is the last token's own.
-    assert "".join(f"{t}," for t in plain[:kept]) == by_text.text + ","
+    assert "".join(f"{t}," for t in plain[:shown]) == by_text.text + ","
     assert by_id.token_ids == plain[: plain.index(plain[4])]
     assert (by_id.stop_token, by_id.stop_reason) == (plain[4], None)
     assert by_text.stop_token is None

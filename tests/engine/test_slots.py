@@ -203,11 +203,11 @@ def test_rows_join_together_and_none_is_forgotten(
                 requests.append(ask(engine, prompt, n, i))
     assert waited > 8
     assert sum(joins) >= 2 * len(joins) > 0
-    gone = [r.index for r in requests if r.finish_reason == "cancelled"]
-    assert len(gone) > 1
+    cancelled_rows = [r.index for r in requests if r.finish_reason == "cancelled"]
+    assert len(cancelled_rows) > 1
     for request, prompt, n in zip(requests, prompts, lengths, strict=True):
         wanted = greedy(target, prompt, n)
-        if request.index in gone:
+        if request.index in cancelled_rows:
             assert request.tokens == wanted[: len(request.tokens)]
         else:
             assert request.tokens == wanted
@@ -227,8 +227,8 @@ def fault_slot_of_a_running_row(patch: pytest.MonkeyPatch) -> None:
     place = ModelRows.place
 
     def wrong(self: ModelRows, rows: Any, other: ModelRows) -> None:
-        taken = [row for row in range(self.num_rows) if row not in rows]
-        place(self, (taken + list(rows))[: len(rows)], other)
+        slots = [row for row in range(self.num_rows) if row not in rows]
+        place(self, (slots + list(rows))[: len(rows)], other)
 
     patch.setattr(ModelRows, "place", wrong)
 

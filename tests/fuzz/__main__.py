@@ -26,13 +26,13 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))}: there is {', '.join(KINDS)}")
     count = options.count or -(-options.cases // len(kinds))
     begin = time.monotonic()
-    found = 0
+    faults = 0
     for each in fuzz(kinds, options.first, count, show=print):
-        found += 1
+        faults += 1
         print(f"\n{each}\n", flush=True)
     seconds = time.monotonic() - begin
-    print(f"{count * len(kinds)} cases in {seconds:.0f} s, {found} faults")
-    sys.exit(found > 0)
+    print(f"{count * len(kinds)} cases in {seconds:.0f} s, {faults} faults")
+    sys.exit(faults > 0)
 
 
 if __name__ == "__main__":

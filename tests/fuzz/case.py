@@ -42,8 +42,8 @@ class World:
         """What ``make`` returned, when it was first asked for."""
         if make not in self._made:
             self._made[make] = make(self)
-        made: T = self._made[make]
-        return made
+        value: T = self._made[make]
+        return value
 
     def at_end(self, close: Callable[[], object]) -> None:
         """Have something closed when the process has run its cases."""

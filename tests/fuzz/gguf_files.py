@@ -253,8 +253,8 @@ def more_layers(parts: Parts, rng: random.Random) -> Parts:
              "attention.head_count", "attention.head_count_kv")  # fmt: skip
     key = f"llama.{rng.choice(names)}".encode()
     value = rng.choice((0, 1, 3, 1000, 100_000, 2**31 - 1, 2**31, 2**32 - 1))
-    made = Pair(key, U32, struct.pack("<I", value))
-    return replace(parts, pairs=[made if p.key == key else p for p in parts.pairs])
+    pair = Pair(key, U32, struct.pack("<I", value))
+    return replace(parts, pairs=[pair if p.key == key else p for p in parts.pairs])
 
 
 @kind

@@ -92,8 +92,8 @@ def deep_alone(world: World) -> str:
 
 
 def _arrays(folder: Path) -> dict[str, mx.array]:
-    found: Any = mx.load(str(folder / "model.safetensors"))
-    return dict(found)
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    return dict(arrays)
 
 
 def odd_array(array: mx.array, rng: random.Random) -> mx.array:

@@ -146,30 +146,30 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def spoil_bytes(data: bytes, rng: random.Random) -> bytes:
     """Bytes flipped, cut, doubled, put in, or moved."""
-    made = bytearray(data)
+    changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(made) + 1)
+        at = rng.randrange(len(changed) + 1)
         # Most of what can go wrong is in the beginning.
-        at = min(at, rng.choice((16, 64, 512, len(made))))
+        at = min(at, rng.choice((16, 64, 512, len(changed))))
         what = rng.randrange(7)
-        if what == 0 and at < len(made):
-            made[at] ^= 1 << rng.randrange(8)
+        if what == 0 and at < len(changed):
+            changed[at] ^= 1 << rng.randrange(8)
         elif what == 1:
-            del made[at:]
+            del changed[at:]
         elif what == 2:
-            made[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
+            changed[at:at] = rng.randbytes(rng.choice((1, 4, 100)))
         elif what == 3:
             size = rng.choice((1, 4, 8))
-            made[at : at + size] = b"\xff" * size
+            changed[at : at + size] = b"\xff" * size
         elif what == 4:
-            made[at : at + 8] = rng.choice((2**63, 2**31, 10**6, 0)).to_bytes(
+            changed[at : at + 8] = rng.choice((2**63, 2**31, 10**6, 0)).to_bytes(
                 8, "little"
             )
         elif what == 5:
-            made[at:at] = made[at : at + 200]
+            changed[at:at] = changed[at : at + 200]
         else:
-            del made[at : at + rng.choice((1, 8, 100))]
-    return bytes(made)
+            del changed[at : at + rng.choice((1, 8, 100))]
+    return bytes(changed)
 
 
 def spoil_text(text: str, rng: random.Random) -> bytes:
@@ -215,9 +215,9 @@ def plant(path: Path, rng: random.Random) -> None:
 def _socket(path: Path) -> None:
     # The name of a socket is short: bind it from its folder.
     here = os.getcwd()
-    with socket.socket(socket.AF_UNIX) as made:
+    with socket.socket(socket.AF_UNIX) as changed:
         os.chdir(path.parent)
         try:
-            made.bind(path.name)
+            changed.bind(path.name)
         finally:
             os.chdir(here)

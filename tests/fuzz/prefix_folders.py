@@ -146,9 +146,9 @@ def prefix_folder(case: Case) -> None:
     if answer.code != 0:
         fail(f"a run with a spoilt store fails: {answer.err}")
     if answer.out != expected[prompt]:
-        found = f"{answer.out!r}, not {expected[prompt]!r}"
+        difference = f"{answer.out!r}, not {expected[prompt]!r}"
         folders = f"before {before}, after {_listed(folder)}"
-        fail(f"other tokens with a spoilt store: {found}: {answer.err}: {folders}")
+        fail(f"other tokens with a spoilt store: {difference}: {answer.err}: {folders}")
 
 
 def _listed(folder: Path) -> list[tuple[str, int]]:

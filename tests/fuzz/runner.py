@@ -46,7 +46,7 @@ def fuzz(
     plugin: str | None = None,
     show: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Found]:
-    """Run ``count`` seeds of every kind, going on after faults.
+    """Run ``count`` seeds of every kind, going on after fault.
 
     Args:
         each: seeds in a process; what its cases leave behind is looked at once.
@@ -55,15 +55,15 @@ def fuzz(
     seed, skip = first, 0
     while seed < first + count:
         n = min(each, first + count - seed)
-        found = run(kinds, seed, n, skip=skip, plugin=plugin)
-        until = seed + n - 1 if found is None else found.seed
-        show(f"seeds {seed} to {until}: {'nothing found' if found is None else 'see'}")
+        fault = run(kinds, seed, n, skip=skip, plugin=plugin)
+        until = seed + n - 1 if fault is None else fault.seed
+        show(f"seeds {seed} to {until}: {'nothing found' if fault is None else 'see'}")
         seed, skip = seed + n, 0
-        if found is None:
+        if fault is None:
             continue
-        yield found
-        if len(found.kinds) == found.count == 1:  # a case: on with the one after it
-            at = found.seed * len(kinds) + kinds.index(*found.kinds) + 1
+        yield fault
+        if len(fault.kinds) == fault.count == 1:  # a case: on with the one after it
+            at = fault.seed * len(kinds) + kinds.index(*fault.kinds) + 1
             seed, skip = divmod(at, len(kinds))
 
 
@@ -124,11 +124,11 @@ def _found(
     count: int,
 ) -> Found | None:
     last: dict[str, Any] = lines[-1] if lines else {}
-    begun = [line for line in lines if "begin" in line]
+    begins = [line for line in lines if "begin" in line]
     if "end" in last and code == 0 and not said:
         return None
-    if not begun or "end" in last or "growth" in last:
+    if not begins or "end" in last or "growth" in last:
         what = last.get("growth", f"the process ended with code {code}")
         return Found(kinds, first, count, f"{what}\n{said[-3000:]}".strip())
     what = last.get("fault", f"the process ended with code {code}\n{said[-6000:]}")
-    return Found((begun[-1]["begin"],), begun[-1]["seed"], 1, str(what).strip())
+    return Found((begins[-1]["begin"],), begins[-1]["seed"], 1, str(what).strip())

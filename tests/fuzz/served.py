@@ -43,9 +43,9 @@ def decoder(world: World) -> SpecDecoder:
 
 def tokens_alone(world: World) -> list[list[int]]:
     """What each good request gives when nobody is beside it."""
-    made = world.once(decoder)
+    plain = world.once(decoder)
     return [
-        made.generate([prompt], [SamplingParams(**settings)])[0].token_ids
+        plain.generate([prompt], [SamplingParams(**settings)])[0].token_ids
         for prompt, settings in GOOD
     ]
 

@@ -41,8 +41,8 @@ MOST_FAULTS = 5
 def test_hundreds_of_malformed_inputs() -> None:
     """A traceback, a hang, a leak, or a neighbour with other tokens, for any input."""
     assert SEEDS * len(KINDS) >= 500
-    found = list(islice(fuzz([*KINDS], 0, SEEDS), MOST_FAULTS))
-    assert not found, "\n\n".join(map(str, found))
+    faults = list(islice(fuzz([*KINDS], 0, SEEDS), MOST_FAULTS))
+    assert not faults, "\n\n".join(map(str, faults))
 
 
 @pytest.mark.parametrize(
@@ -62,23 +62,23 @@ def test_it_finds(name: str, shows: str) -> None:
     """A fault that the fuzzer overlooks, or shows without its place."""
     count = 60 if name.startswith("leaves") else 1
     bounds = {"goes_on_for_ever": {"seconds": 1}, "waits_for_ever": {"waiting": 2}}
-    found = run([name], 0, count, plugin=PLANTED, **bounds.get(name, {}))
-    assert found is not None
-    assert shows in found.what
-    assert (found.kinds, found.seed, found.count) == ((name,), 0, count)
+    fault = run([name], 0, count, plugin=PLANTED, **bounds.get(name, {}))
+    assert fault is not None
+    assert shows in fault.what
+    assert (fault.kinds, fault.seed, fault.count) == ((name,), 0, count)
 
 
 def test_it_goes_on_after_a_fault() -> None:
     """Cases that are left out after one that failed, or one that runs twice."""
     shown: list[str] = []
     kinds = ["raises_at_seed_3", "does_nothing"]
-    found = list(fuzz(kinds, 2, 3, plugin=PLANTED, show=shown.append))
-    assert [(f.kinds, f.seed, f.count) for f in found] == [
+    faults = list(fuzz(kinds, 2, 3, plugin=PLANTED, show=shown.append))
+    assert [(f.kinds, f.seed, f.count) for f in faults] == [
         (("raises_at_seed_3",), 3, 1)
     ]
-    assert "TypeError: nobody expected it" in found[0].what
+    assert "TypeError: nobody expected it" in faults[0].what
     again = "python -m tests.fuzz raises_at_seed_3 --first 3 --count 1"
-    assert str(found[0]).endswith(again)
+    assert str(faults[0]).endswith(again)
     assert shown == ["seeds 2 to 3: see", "seeds 3 to 4: nothing found"]
 
 

@@ -58,16 +58,18 @@ def tokenizer(
     Args:
         parser: mlx-lm's parser of tool calls; ``None``: mlx-lm has none.
     """
-    made = byte_level(**{"tokenizer.chat_template": template})
-    at = next(i for i, token in enumerate(made.tokens) if token.startswith("[PAD"))
+    vocabulary = byte_level(**{"tokenizer.chat_template": template})
+    at = next(
+        i for i, token in enumerate(vocabulary.tokens) if token.startswith("[PAD")
+    )
     module = import_module(f"mlx_lm.tool_parsers.{parser}") if parser else None
     ends = (module.tool_call_start, module.tool_call_end) if module else ()
     for i, mark in enumerate(dict.fromkeys((*MARKS, *filter(None, ends)))):
-        if mark not in made.tokens:
-            made.tokens[at + i], made.types[at + i] = mark, 4
+        if mark not in vocabulary.tokens:
+            vocabulary.tokens[at + i], vocabulary.types[at + i] = mark, 4
     if not marked:
         return tokenizer_of(folder, byte_level(**{"tokenizer.chat_template": template}))
-    wrapper = tokenizer_of(folder, made)
+    wrapper = tokenizer_of(folder, vocabulary)
     return ExactTokenizerWrapper(
         wrapper._tokenizer,
         eos_token_ids=list(wrapper.eos_token_ids),

@@ -27,8 +27,8 @@ def client_of(server: Running) -> Any:
 
 @pytest.fixture
 def client(server: Running) -> Iterator[Any]:
-    with client_of(server) as made:
-        yield made
+    with client_of(server) as anthropic_client:
+        yield anthropic_client
 
 
 def test_messages_are_what_generate_gives(decoder: SpecDecoder, client: Any) -> None:
@@ -45,18 +45,18 @@ def test_messages_are_what_generate_gives(decoder: SpecDecoder, client: Any) -> 
     (expected,) = decoder.generate([plain], SamplingParams(max_tokens=20))
     for i in range(2):
         system[0]["text"] = f"x-anthropic-billing-header: cc_version=1; cch={i};"
-        given: Any = {"model": "tiny", "max_tokens": 20, "messages": MESSAGES}
-        made = client.messages.create(system=system, **given)
-        assert made.content[0].type == "text"
-        assert made.content[0].text == expected.text
-        assert made.stop_reason == "max_tokens"
-        usage = made.usage
+        body: Any = {"model": "tiny", "max_tokens": 20, "messages": MESSAGES}
+        answer = client.messages.create(system=system, **body)
+        assert answer.content[0].type == "text"
+        assert answer.content[0].text == expected.text
+        assert answer.stop_reason == "max_tokens"
+        usage = answer.usage
         cached = usage.cache_read_input_tokens or 0
         assert usage.input_tokens + cached == expected.prompt_tokens
         assert usage.output_tokens == expected.generated_tokens
     # The line that changes with every request is not in the prompt.
     assert cached
-    with client.messages.stream(system=system, **given) as stream:
+    with client.messages.stream(system=system, **body) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     assert kinds[:2] == ["message_start", "content_block_start"]
@@ -69,43 +69,43 @@ def test_messages_are_what_generate_gives(decoder: SpecDecoder, client: Any) -> 
     )
     assert count.input_tokens == expected.prompt_tokens
     compared = client.messages.create(
-        **given, diagnostics={"previous_message_id": made.id}
+        **body, diagnostics={"previous_message_id": answer.id}
     )
     assert compared.diagnostics.cache_miss_reason.type == "unavailable"
-    begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    turns = [*MESSAGES, {"role": "assistant", "content": "It is"}]
     (whole,) = decoder.generate([plain[1:]], SamplingParams(max_tokens=1))
-    made = client.messages.create(model="tiny", max_tokens=2, messages=begun)
+    answer = client.messages.create(model="tiny", max_tokens=2, messages=turns)
     tokens = decoder.tokenizer.encode("It is", add_special_tokens=False)
-    assert made.usage.input_tokens == whole.prompt_tokens + len(tokens)
+    assert answer.usage.input_tokens == whole.prompt_tokens + len(tokens)
 
 
 def test_a_sequence_that_stops(decoder: SpecDecoder, client: Any) -> None:
     """The text of the client's that ended the answer is named."""
     (expected,) = decoder.generate([HISTORY], SamplingParams(max_tokens=20))
     stop = expected.text[8:10]
-    made = client.messages.create(
+    answer = client.messages.create(
         model="tiny", max_tokens=20, messages=MESSAGES, stop_sequences=[stop]
     )
-    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", stop)
-    assert made.content[0].type == "text"
-    assert made.content[0].text == expected.text[: expected.text.index(stop)]
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+    assert answer.content[0].type == "text"
+    assert answer.content[0].text == expected.text[: expected.text.index(stop)]
 
 
 def test_tools_and_thoughts(decoder: SpecDecoder) -> None:
     """Blocks come one after the other: what was thought, said, called."""
     scripted = Scripted(decoder, answers)
     with running(scripted) as server, client_of(server) as client:
-        given: Any = {
+        body: Any = {
             "model": "tiny",
             "max_tokens": 99,
             "messages": MESSAGES,
             "tools": [TOOL],
         }
-        made = client.messages.create(**given)
-        with client.messages.stream(**given) as stream:
+        answer = client.messages.create(**body)
+        with client.messages.stream(**body) as stream:
             kinds = [event.type for event in stream]
             final = stream.get_final_message()
-        for message in (made, final):
+        for message in (answer, final):
             assert message.stop_reason == "tool_use"
             assert [block.type for block in message.content] == [
                 "thinking",
@@ -118,34 +118,34 @@ def test_tools_and_thoughts(decoder: SpecDecoder) -> None:
         assert kinds.count("content_block_start") == 4
         assert kinds.count("content_block_stop") == 4
         one = client.messages.create(
-            **given, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+            **body, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
         )
         assert [b.type for b in one.content].count("tool_use") == 1
         thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
-        with client.messages.stream(**given, thinking=thinking) as stream:
-            omitted = [client.messages.create(**given, thinking=thinking),
+        with client.messages.stream(**body, thinking=thinking) as stream:
+            omitted = [client.messages.create(**body, thinking=thinking),
                        stream.get_final_message()]  # fmt: skip
         for message in omitted:
             assert (message.content[0].type, message.content[0].thinking) == (
                 "thinking", "")  # fmt: skip
-            assert message.content[1].text == made.content[1].text
+            assert message.content[1].text == answer.content[1].text
         named = client.messages.create(
-            **given, tool_choice={"type": "tool", "name": "weather"}
+            **body, tool_choice={"type": "tool", "name": "weather"}
         )
         assert [b.input for b in named.content if b.type == "tool_use"] == [
             {"city": "Rom"}
         ]
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "was 21"}
-            for block in made.content
+            for block in answer.content
             if block.type == "tool_use"
         ]
         history = [
             *MESSAGES,
-            {"role": "assistant", "content": made.content},
+            {"role": "assistant", "content": answer.content},
             {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
         ]
-        client.messages.create(**{**given, "messages": history})
+        client.messages.create(**{**body, "messages": history})
         prompt = scripted.prompts[-1]
         assert "<think>I need\n two.</think>Let me see. <tool_call>" in prompt
         assert prompt.count("<|im_start|>tool\nwas 21") == 2

@@ -62,9 +62,9 @@ def line_of(stream: IO[str] | None, pattern: str) -> str:
     """The first line that has the pattern; what comes after it is read, too."""
     assert stream is not None
     for line in stream:
-        if found := re.search(pattern, line):
+        if match := re.search(pattern, line):
             threading.Thread(target=_drain, args=(stream,), daemon=True).start()
-            return found.group()
+            return match.group()
     raise AssertionError("it ended before")
 
 
@@ -129,13 +129,13 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     server = int(script.stdout.readline())
     try:
         for line in script.stderr:
-            if found := re.search(r"http://(\S+):(\d+)", line):
+            if match := re.search(r"http://(\S+):(\d+)", line):
                 break
-        assert found
+        assert match
         body = b'{"prompt": "a", "max_tokens": 9999, "stream": true, "logprobs": 20}'
         kind = b"Content-Type: application/json\r\nContent-Length: %d" % len(body)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + kind
-        with socket.create_connection((found[1], int(found[2]))) as client:
+        with socket.create_connection((match[1], int(match[2]))) as client:
             client.sendall(head + b"\r\n\r\n" + body)
             assert client.recv(1)
             os.kill(server, signal.SIGTERM)

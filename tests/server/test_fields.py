@@ -49,9 +49,9 @@ def test_unknown_fields_are_told(
     caplog.set_level(logging.INFO)
     for stream in (False, True):
         name = f"frobnicate_{stream}_{path.replace('/', '_')}"
-        made = post(server, path, stream=stream, **{name: 1})
-        assert made.status_code == 200, made.text
-        assert made.headers["x-specdec-ignored"] == name
+        answer = post(server, path, stream=stream, **{name: 1})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-specdec-ignored"] == name
         assert caplog.text.count(name) == 1
         post(server, path, stream=stream, **{name: 1})
         assert caplog.text.count(name) == 1
@@ -64,9 +64,9 @@ def test_unknown_fields_are_told(
         ("repeat_last_n", "repetition_context_size"),
         ("thinking_token_budget", "max_thinking_tokens"),
     ):  # fmt: skip
-        made = post(server, path, **{wrong: 2})
-        assert made.status_code == 400
-        assert f"did you mean {meant}?" in made.json()["error"]["message"]
+        answer = post(server, path, **{wrong: 2})
+        assert answer.status_code == 400
+        assert f"did you mean {meant}?" in answer.json()["error"]["message"]
     assert post(server, path, **{most.removesuffix("s"): 1}).status_code == 400
 
 
@@ -74,15 +74,15 @@ def test_strict_servers_refuse_unknown_fields(decoder: SpecDecoder) -> None:
     """The switch is read by nobody, or only for some endpoints and objects."""
     with running(decoder, strict=True) as server:
         for path in BODIES:
-            made = post(server, path, frobnicate=1)
-            assert made.status_code == 400
+            answer = post(server, path, frobnicate=1)
+            assert answer.status_code == 400
             if path != "messages":
-                error = made.json()["error"]
+                error = answer.json()["error"]
                 assert error["param"] == "frobnicate"
                 assert error["code"] == "unknown_parameter"
             assert post(server, path).status_code == 200
-        made = post(server, "chat/completions", messages=[{**USER, "frobnicate": 1}])
-        assert made.json()["error"]["param"] == "messages[0].frobnicate"
+        answer = post(server, "chat/completions", messages=[{**USER, "frobnicate": 1}])
+        assert answer.json()["error"]["param"] == "messages[0].frobnicate"
 
 
 @pytest.mark.parametrize(
@@ -109,19 +109,19 @@ def test_every_refusal_has_a_code(
 
 def test_notes_are_in_a_header(server: Running) -> None:
     """A setting that is accepted and does nothing, or that others would refuse."""
-    made = post(server, "chat/completions", temperature=2.5, verbosity="low")
-    assert "temperature is above 2" in made.headers["x-specdec-note"]
-    assert "verbosity changes nothing" in made.headers["x-specdec-note"]
+    answer = post(server, "chat/completions", temperature=2.5, verbosity="low")
+    assert "temperature is above 2" in answer.headers["x-specdec-note"]
+    assert "verbosity changes nothing" in answer.headers["x-specdec-note"]
     hosted = {"type": "web_search"}
-    made = post(server, "responses", tools=[hosted, {"type": "custom", "name": "p"}])
-    assert made.status_code == 200
-    assert made.headers["x-specdec-note"] == (
+    answer = post(server, "responses", tools=[hosted, {"type": "custom", "name": "p"}])
+    assert answer.status_code == 200
+    assert answer.headers["x-specdec-note"] == (
         "tools of type custom are left out; tools of type web_search are left out"
     )
     for choice in ("required", {"type": "web_search"}):
-        made = post(server, "responses", tools=[hosted], tool_choice=choice)
-        assert made.status_code == 400, choice
-        assert "web_search" in made.json()["error"]["message"]
+        answer = post(server, "responses", tools=[hosted], tool_choice=choice)
+        assert answer.status_code == 400, choice
+        assert "web_search" in answer.json()["error"]["message"]
 
 
 def test_tools_without_a_form_of_calls(tmp_path: Path) -> None:
@@ -130,24 +130,24 @@ def test_tools_without_a_form_of_calls(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     decoder = tiny_decoder(tmp_path, template=plain, parser=None)
     with running(decoder) as server:
-        made = post(server, "chat/completions", tools=[tool])
-        assert made.status_code == 200
-        assert "knows no tools" in made.headers["x-specdec-note"]
+        answer = post(server, "chat/completions", tools=[tool])
+        assert answer.status_code == 200
+        assert "knows no tools" in answer.headers["x-specdec-note"]
         for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-            made = post(server, "chat/completions", tools=[tool], tool_choice=choice)
-            assert made.status_code == 400
-            assert made.json()["error"]["param"] == "tool_choice"
+            answer = post(server, "chat/completions", tools=[tool], tool_choice=choice)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tool_choice"
 
 
 def test_vllm_fields(decoder: SpecDecoder, server: Running) -> None:
     """Fields of vLLM's clients and benchmarks."""
     (expected,) = decoder.generate([[USER]], SamplingParams(max_tokens=4, min_tokens=4))
-    made = post(server, "chat/completions", ignore_eos=True, return_token_ids=True)
-    (choice,) = made.json()["choices"]
+    answer = post(server, "chat/completions", ignore_eos=True, return_token_ids=True)
+    (choice,) = answer.json()["choices"]
     assert choice["token_ids"] == list(expected.token_ids)
     prompt = decoder.tokenizer.encode(expected.prompt, add_special_tokens=False)
     assert choice["prompt_token_ids"] == prompt
-    made = post(
+    answer = post(
         server,
         "completions",
         stream=True,
@@ -156,7 +156,7 @@ def test_vllm_fields(decoder: SpecDecoder, server: Running) -> None:
     )
     chunks = [
         json.loads(line[6:])
-        for line in made.text.splitlines()
+        for line in answer.text.splitlines()
         if line.startswith("data: {")
     ]
     ids = [i for c in chunks for choice in c["choices"] for i in choice["token_ids"]]
@@ -177,8 +177,8 @@ def test_special_tokens_can_be_hidden(decoder: SpecDecoder) -> None:
     scripted.size = 100  # as an engine does, which gives each token's text whole
     with running(scripted) as server:
         for hides, text in ((True, "ab"), (False, "a<|im_end|>b")):
-            made = post(server, "chat/completions", skip_special_tokens=hides)
-            assert made.json()["choices"][0]["message"]["content"] == text
+            answer = post(server, "chat/completions", skip_special_tokens=hides)
+            assert answer.json()["choices"][0]["message"]["content"] == text
 
 
 def test_thoughts_are_counted(decoder: SpecDecoder) -> None:
@@ -189,10 +189,10 @@ def test_thoughts_are_counted(decoder: SpecDecoder) -> None:
             "max_thinking_tokens": 3,
             "max_tokens": 9,
         }
-        made = post(server, "chat/completions", **asked).json()
-        details = made["usage"]["completion_tokens_details"]
+        answer = post(server, "chat/completions", **asked).json()
+        details = answer["usage"]["completion_tokens_details"]
         assert details["reasoning_tokens"] == 4  # and the marker
-        message = made["choices"][0]["message"]
+        message = answer["choices"][0]["message"]
         assert message["reasoning"] == message["reasoning_content"]
         streamed = post(server, "chat/completions", stream=True, **asked).text
         assert '"reasoning":' in streamed
@@ -221,12 +221,12 @@ def test_strict_calls_with_auto(decoder: SpecDecoder, server: Running) -> None:
         (100, {"response_format": {"type": "json_object"}}),
         (-100, {"response_format": form}),
     ):
-        made = post(server, "chat/completions", tools=[STRICT], max_tokens=200,
+        answer = post(server, "chat/completions", tools=[STRICT], max_tokens=200,
                     logit_bias={str(opening): bias}, parallel_tool_calls=False,
                     **more).json()["choices"][0]["message"]  # fmt: skip
-        text = made["content"]
+        text = answer["content"]
         if bias > 0:
-            (call,) = made["tool_calls"]
+            (call,) = answer["tool_calls"]
             assert call["function"]["name"] == "f"
             text = call["function"]["arguments"]
         assert json.loads(text).keys() == {"n"}
@@ -239,14 +239,14 @@ def test_forced_calls_follow_their_schema(server: Running) -> None:
             for parameters in (SCHEMA, {"type": "x"}):
                 function = {"name": "f", "parameters": parameters, "strict": strict}
                 tools = [{"type": "function", "function": function}]
-                made = post(server, "chat/completions", tools=tools, max_tokens=200,
+                answer = post(server, "chat/completions", tools=tools, max_tokens=200,
                             tool_choice=choice).json()  # fmt: skip
                 if strict and parameters is not SCHEMA:
-                    assert made["error"]["param"] == "tools"
-                    said = made["error"]["message"]
+                    assert answer["error"]["param"] == "tools"
+                    said = answer["error"]["message"]
                     assert "schema of function 'f' cannot be used" in said
                     continue
-                (call,) = made["choices"][0]["message"].get("tool_calls") or [None]
+                (call,) = answer["choices"][0]["message"].get("tool_calls") or [None]
                 if parameters is SCHEMA:
                     assert json.loads(call["function"]["arguments"]).keys() == {"n"}
 
@@ -271,15 +271,16 @@ def test_what_is_wrong_with_a_form_is_said_of_what_was_sent(server: Running) -> 
         ({"guided_choice": ["a"], "tools": loose}, "guided_choice",
          "the list of choices does not go with tools"),
     ):  # fmt: skip
-        made = post(server, "chat/completions", **more)
-        assert made.status_code == 400, (more, made.text)
-        error = made.json()["error"]
+        answer = post(server, "chat/completions", **more)
+        assert answer.status_code == 400, (more, answer.text)
+        error = answer.json()["error"]
         assert (error["param"], said in error["message"]) == (param, True), error
         assert "Lark" not in error["message"]
-    made = post(server, "chat/completions", tools=loose, tool_choice="required")
-    assert made.status_code == 200
+    answer = post(server, "chat/completions", tools=loose, tool_choice="required")
+    assert answer.status_code == 200
     assert (
-        f"schemas: the schema of function 'g' {place}" in made.headers["x-specdec-note"]
+        f"schemas: the schema of function 'g' {place}"
+        in answer.headers["x-specdec-note"]
     )
 
 
@@ -295,10 +296,12 @@ def test_tools_that_are_allowed(server: Running) -> None:
     ):
         size = "max_output_tokens" if path == "responses" else "max_tokens"
         body = {"tools": tools, size: 200}
-        made = post(server, path, **body, tool_choice={"type": "allowed_tools", **more})
-        assert made.status_code == 200, made.text
-        assert '"name":"f"' in made.text
-        assert '"arguments":"{' in made.text
+        answer = post(
+            server, path, **body, tool_choice={"type": "allowed_tools", **more}
+        )
+        assert answer.status_code == 200, answer.text
+        assert '"name":"f"' in answer.text
+        assert '"arguments":"{' in answer.text
         inner: Any = more.get("allowed_tools", more)
         for wrong in (
             {**inner, "mode": "x"}, {**inner, "tools": []}, {**inner, "tools": "f"},
@@ -306,21 +309,21 @@ def test_tools_that_are_allowed(server: Running) -> None:
         ):  # fmt: skip
             choice = {"allowed_tools": wrong} if "allowed_tools" in more else wrong
             choice = {"type": "allowed_tools", **choice}
-            made = post(server, path, **body, tool_choice=choice)
-            assert made.status_code == 400
-            assert made.json()["error"]["param"] == "tool_choice"
+            answer = post(server, path, **body, tool_choice=choice)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tool_choice"
 
 
 def test_words_of_the_protocol(server: Running) -> None:
     """An answer about ``any``, of which Anthropic speaks, is about ``required``."""
-    made = post(server, "messages", tool_choice={"type": "any"})
-    assert made.json()["error"]["message"] == "tool_choice is any: give functions"
+    answer = post(server, "messages", tool_choice={"type": "any"})
+    assert answer.json()["error"]["message"] == "tool_choice is any: give functions"
     tool = {"name": "f", "input_schema": SCHEMA}
     choice = {"type": "tool", "name": "g"}
-    made = post(server, "messages", tools=[tool], tool_choice=choice)
-    assert "auto, none, any or one of the tools" in made.json()["error"]["message"]
-    made = post(server, "responses", tools=[{"type": "web_search"}])
-    assert made.json()["tools"] == [{"type": "web_search"}]
+    answer = post(server, "messages", tools=[tool], tool_choice=choice)
+    assert "auto, none, any or one of the tools" in answer.json()["error"]["message"]
+    answer = post(server, "responses", tools=[{"type": "web_search"}])
+    assert answer.json()["tools"] == [{"type": "web_search"}]
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -424,19 +427,21 @@ def test_a_schema_that_fails_late(server: Running) -> None:
         "additionalProperties": False,
         "x-guidance": {"whitespace_flexible": False},
     }
-    made = post(server, "completions", max_tokens=99, guided_json=schema)
-    assert made.status_code == 400, made.text
-    error = made.json()["error"]
+    answer = post(server, "completions", max_tokens=99, guided_json=schema)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
     assert (error["param"], error["code"]) == ("guided_json", "invalid_value")
     assert "give a simpler one" in error["message"]
-    made = post(server, "completions", stream=True, max_tokens=99, guided_json=schema)
-    (*_, last) = (line for line in made.text.splitlines() if line)
+    answer = post(server, "completions", stream=True, max_tokens=99, guided_json=schema)
+    (*_, last) = (line for line in answer.text.splitlines() if line)
     assert json.loads(last.removeprefix("data: "))["error"] == error
     form = {"type": "json_schema", "schema": schema}
-    made = post(server, "messages", max_tokens=99, output_config={"format": form})
-    assert made.status_code == 400, made.text
-    assert made.json()["error"]["type"] == "invalid_request_error"
-    assert "output_config.format: its grammar failed" in made.json()["error"]["message"]
+    answer = post(server, "messages", max_tokens=99, output_config={"format": form})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert (
+        "output_config.format: its grammar failed" in answer.json()["error"]["message"]
+    )
 
 
 def test_both_names_of_one_form(server: Running) -> None:
@@ -444,15 +449,15 @@ def test_both_names_of_one_form(server: Running) -> None:
     forms = {"grammar": 'start: "ab"', "json": {"const": "ab"}, "choice": ["ab"]}
     for kind, form in forms.items():
         both = {f"guided_{kind}": form, "structured_outputs": {kind: form}}
-        made = post(server, "chat/completions", max_tokens=9, **both)
-        assert made.status_code == 200, made.text
-        assert made.json()["choices"][0]["message"]["content"].strip('"') == "ab"
+        answer = post(server, "chat/completions", max_tokens=9, **both)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"].strip('"') == "ab"
         other = {**both, "guided_regex": "ab"}
         assert post(server, "chat/completions", **other).status_code == 400
 
 
 def test_no_refused_field_is_suggested(server: Running) -> None:
     """A client that follows a suggestion meets the next refusal."""
-    made = post(server, "chat/completions", thinking={"type": "enabled"})
-    assert made.status_code == 200, made.text
-    assert made.headers["x-specdec-ignored"] == "thinking"
+    answer = post(server, "chat/completions", thinking={"type": "enabled"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-specdec-ignored"] == "thinking"

@@ -73,10 +73,10 @@ async def bodies(request: Request) -> Response:
 
 def exchanged(port: int, data: bytes) -> tuple[bytes, bytes]:
     """The status line and the body that bytes are answered with, up to the end."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as made:
-        made.sendall(data)
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(data)
         answer = b""
-        while part := made.recv(1 << 16):
+        while part := connection.recv(1 << 16):
             answer += part
     head, _, body = answer.partition(b"\r\n\r\n")
     return head.split(b"\r\n")[0], body
@@ -102,9 +102,11 @@ def test_idle_connections_keep_nobody_out() -> None:
     with guarded(ok) as (url, port), ExitStack() as stack:
         idle = []
         for i in range(40):
-            made = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            made.sendall(parts[i % 3])
-            idle.append(made)
+            connection = stack.enter_context(
+                socket.create_connection(("127.0.0.1", port))
+            )
+            connection.sendall(parts[i % 3])
+            idle.append(connection)
             if i % 10 == 9:
                 assert httpx.get(f"{url}/ok").text == "ok"
         until(lambda: sum(map(ended, idle)) >= 32)
@@ -113,10 +115,10 @@ def test_idle_connections_keep_nobody_out() -> None:
 
 def test_answers_that_are_due_are_not_cut_for_others() -> None:
     """A running answer gives way to nobody: the next one is told to come later."""
-    go, begun = threading.Event(), list[Request]()
+    go, requests = threading.Event(), list[Request]()
 
     async def slow(request: Request) -> Response:
-        begun.append(request)
+        requests.append(request)
         await asyncio.to_thread(go.wait)
         return PlainTextResponse("slow")
 
@@ -128,7 +130,7 @@ def test_answers_that_are_due_are_not_cut_for_others() -> None:
         ]
         for each in both:
             each.sendall(ask)
-        until(lambda: len(begun) == 2)
+        until(lambda: len(requests) == 2)
         answer = httpx.get(f"{url}/slow")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "busy"
@@ -152,9 +154,11 @@ def test_a_request_has_to_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     with guarded(ok) as (_, port), ExitStack() as stack:
         late = []
         for begin in (b"", whole[:9], whole + b"GET", body, body + b"a"):
-            made = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            made.sendall(begin)
-            late.append(made)
+            connection = stack.enter_context(
+                socket.create_connection(("127.0.0.1", port))
+            )
+            connection.sendall(begin)
+            late.append(connection)
 
         def closed() -> bool:
             for each in late:
@@ -284,9 +288,9 @@ def test_what_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
             assert said["error"]["message"].isprintable()
         for _ in range(30):
             assert asked(port, b"GET /broken")[1]["error"]["code"] == "internal_error"
-            with socket.create_connection(("127.0.0.1", port)) as made:
-                made.sendall(b"\x00\r\n\r\n")
-                made.recv(100)
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(b"\x00\r\n\r\n")
+                connection.recv(100)
     texts = [record.getMessage() for record in caplog.records]
     assert 2 <= len(texts) <= 2 * guard._LINES, texts
     assert all(text.isprintable() for text in texts)

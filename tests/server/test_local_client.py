@@ -42,18 +42,18 @@ async def stays_silent(
 
 async def asked(path: str, peer: Peer | None, times: int) -> list[str]:
     """What so many requests in turn get from a peer; ``None``: nobody listens."""
-    found = []
+    answers = []
     server = peer and await asyncio.start_unix_server(peer, path)
     async with local_client(path, read_seconds=0.2) as client:
         for _ in range(times):
             try:
-                found.append((await client.get("/")).text)
+                answers.append((await client.get("/")).text)
             except httpx.TransportError as error:
-                found.append(type(error).__name__)
+                answers.append(type(error).__name__)
             await asyncio.sleep(0.05)  # the connection's end arrives
     if server:
         server.close()
-    return found
+    return answers
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def guarded(decoder: Any) -> Iterator[Running]:
         names=("small", "tiny"),
         cors=("http://a.b",),
         **limits,
-    ) as made:
-        yield made
+    ) as server:
+        yield server
 
 
 def test_keys_limits_and_origins(guarded: Running) -> None:

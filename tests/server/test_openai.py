@@ -33,14 +33,16 @@ def test_chat_is_what_generate_gives(
     for more in ({}, {"temperature": 0.9, "seed": 7, "top_p": 0.9}):
         params: Any = {**more, "max_tokens": 20}
         (expected,) = decoder.generate([MESSAGES], SamplingParams(**params))
-        made = client.chat.completions.create(model="tiny", messages=MESSAGES, **params)
-        (choice,) = made.choices
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, **params
+        )
+        (choice,) = answer.choices
         assert choice.message.content == expected.text
         assert choice.finish_reason == expected.finish_reason
         assert getattr(choice, "seed", None) == more.get("seed")
-        assert made.usage is not None
-        assert made.usage.prompt_tokens == expected.prompt_tokens
-        assert made.usage.completion_tokens == expected.generated_tokens
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == expected.prompt_tokens
+        assert answer.usage.completion_tokens == expected.generated_tokens
         chunks = list(
             client.chat.completions.create(
                 model="tiny",
@@ -72,7 +74,7 @@ def test_choices_stops_and_logprobs(
 ) -> None:
     """Choices differ by their seeds alone; logprobs are those of generate."""
     params: Any = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
-    made = client.chat.completions.create(
+    answer = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
         n=3,
@@ -81,7 +83,7 @@ def test_choices_stops_and_logprobs(
         stop=["zz", "\n"],
         **params,
     )
-    for i, choice in enumerate(made.choices):
+    for i, choice in enumerate(answer.choices):
         options = {**params, "seed": 3 + i, "logprobs": True, "top_logprobs": 2}
         given = SamplingParams(**options, stop=("zz", "\n"))
         (expected,) = decoder.generate([MESSAGES], given)
@@ -90,15 +92,15 @@ def test_choices_stops_and_logprobs(
         assert choice.logprobs is not None
         content = choice.logprobs.content or []
         assert expected.logprobs is not None
-        found = [[t.logprob, *(p.logprob for p in t.top_logprobs)] for t in content]
+        logprobs = [[t.logprob, *(p.logprob for p in t.top_logprobs)] for t in content]
         # The token that was drawn is named, too, if it is not among the likeliest.
         wanted = [
             [t.logprob, *(p for _, p in t.top), *[t.logprob] * (n not in dict(t.top))]
             for n, t in zip(expected.token_ids, expected.logprobs, strict=True)
         ]
         # Three rows are rounded otherwise than one.
-        assert found == [pytest.approx(each, abs=1e-5) for each in wanted]
-    assert len({choice.message.content for choice in made.choices}) > 1
+        assert logprobs == [pytest.approx(each, abs=1e-5) for each in wanted]
+    assert len({choice.message.content for choice in answer.choices}) > 1
     # Streamed, every token's entry comes once.
     chunks = client.chat.completions.create(
         model="tiny", messages=MESSAGES, logprobs=True, stream=True, max_tokens=9
@@ -118,14 +120,14 @@ def test_completions(decoder: SpecDecoder, client: openai.OpenAI) -> None:
     prompts = ["Once upon a time", "The end is"]
     params = SamplingParams(max_tokens=16, logprobs=True, top_logprobs=2)
     expected = decoder.generate(prompts, params, ignore_chat_template=True)
-    made = client.completions.create(
+    answer = client.completions.create(
         model="tiny", prompt=prompts, echo=True, n=2, max_tokens=16
     )
-    texts = [choice.text for choice in made.choices]
+    texts = [choice.text for choice in answer.choices]
     assert texts == [p + e.text for p, e in zip(prompts, expected, strict=True)
                      for _ in range(2)]  # fmt: skip
-    assert made.usage is not None
-    assert made.usage.prompt_tokens == sum(e.prompt_tokens for e in expected)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(e.prompt_tokens for e in expected)
     tokens = decoder.tokenizer.encode(prompts[0], add_special_tokens=False)
     chunks = list(
         client.completions.create(
@@ -168,22 +170,22 @@ def test_a_prompt_is_scored(decoder: SpecDecoder, client: openai.OpenAI) -> None
     assert alone.logprobs is not None
     of_prompt = [entry and entry.logprob for entry in alone.prompt_logprobs]
     for n in (0, 1):
-        made = client.completions.create(
+        answer = client.completions.create(
             model="tiny",
             prompt=[tokens, tokens[:3]],
             echo=True,
             logprobs=2,
             max_tokens=n,
         )
-        scored = made.choices[0].logprobs
+        scored = answer.choices[0].logprobs
         assert scored is not None
         assert scored.token_logprobs is not None
         expected = of_prompt + [entry.logprob for entry in alone.logprobs][:n]
         assert scored.token_logprobs[0] is None
         assert scored.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-4)
         assert "".join(scored.tokens or [])[: len(text)] == text
-        assert made.choices[1].logprobs is not None
-        assert len(made.choices[1].logprobs.token_logprobs or []) == 3 + n
+        assert answer.choices[1].logprobs is not None
+        assert len(answer.choices[1].logprobs.token_logprobs or []) == 3 + n
     by_id = client.completions.create(
         model="tiny", prompt=tokens, max_tokens=0, extra_body={"prompt_logprobs": 1}
     )
@@ -213,7 +215,7 @@ def test_items_of_evaluations(decoder: SpecDecoder, client: openai.OpenAI) -> No
     # Positions where the likeliest token and the item's own are parts of characters.
     items += [[first, parts[0][0]] for first in range(200)]
     for ending in (end, special, parts[0][0], 65):
-        made = client.completions.create(
+        answer = client.completions.create(
             model="tiny",
             prompt=items if ending == end else items[:9],
             temperature=0,
@@ -223,7 +225,7 @@ def test_items_of_evaluations(decoder: SpecDecoder, client: openai.OpenAI) -> No
             echo=True,
             logit_bias={str(ending): 1000},
         )
-        for choice in made.choices:
+        for choice in answer.choices:
             item, scored = items[choice.index], choice.logprobs
             assert scored is not None
             assert scored.token_logprobs is not None
@@ -264,23 +266,23 @@ def scripted(decoder: SpecDecoder) -> Scripted:
 
 @pytest.fixture(scope="module")
 def tools_server(scripted: Scripted) -> Iterator[Running]:
-    with running(scripted) as made:
-        yield made
+    with running(scripted) as server:
+        yield server
 
 
 @pytest.fixture
 def tools_client(tools_server: Running) -> Iterator[openai.OpenAI]:
     url = f"{tools_server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def test_tools(scripted: Scripted, tools_client: openai.OpenAI) -> None:
     """Calls come whole, in order, with thoughts and text apart; streamed, by index."""
     create: Any = tools_client.chat.completions.create
     common: Any = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL]}
-    made = create(**common)
-    (choice,) = made.choices
+    answer = create(**common)
+    (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see. "
     assert choice.message.reasoning_content == "I need\n two."
@@ -363,15 +365,15 @@ def test_chat_template_config_and_thoughts(
     scripted_answer = scripted.answer
     scripted.answer = lambda prompt: "Hm.\n</think>\n\nYes."
     try:
-        made = create(
+        answer = create(
             model="tiny",
             messages=MESSAGES,
             extra_body={"chat_template_kwargs": {"think": True}},
         ).choices[0]
     finally:
         scripted.answer = scripted_answer
-    assert made.message.reasoning_content == "Hm.\n"
-    assert made.message.content == "Yes."
+    assert answer.message.reasoning_content == "Hm.\n"
+    assert answer.message.content == "Yes."
     for own in ("chat_template", "messages", "add_generation_prompt"):
         with pytest.raises(openai.BadRequestError) as refused:
             create(
@@ -440,19 +442,19 @@ def test_responses(
     assert plain.status == ("completed" if expected.finish_reason == "stop" else
                             "incomplete")  # fmt: skip
     tool = {"type": "function", **TOOL["function"], "strict": False}
-    given: Any = {"model": "tiny", "input": MESSAGES, "tools": [tool]}
-    whole = tools_client.responses.create(**given)
-    with tools_client.responses.stream(**given) as stream:
+    params: Any = {"model": "tiny", "input": MESSAGES, "tools": [tool]}
+    whole = tools_client.responses.create(**params)
+    with tools_client.responses.stream(**params) as stream:
         events = list(stream)
         final = stream.get_final_response()
     numbers = [event.sequence_number for event in events]
     assert numbers == list(range(len(numbers)))
-    for made in (whole, final):
-        kinds = [item.type for item in made.output]
+    for answer in (whole, final):
+        kinds = [item.type for item in answer.output]
         assert kinds == ["reasoning", "message", "function_call", "function_call"]
-        calls = [i.arguments for i in made.output if i.type == "function_call"]
+        calls = [i.arguments for i in answer.output if i.type == "function_call"]
         assert calls == ['{"city": "Paris"}', '{"city": "Oslo"}']
-        assert made.output_text == "Let me see. "
+        assert answer.output_text == "Let me see. "
     outputs = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "was 21"}
         for item in whole.output
@@ -463,7 +465,7 @@ def test_responses(
         *(i.model_dump(exclude_none=True) for i in whole.output),
         *outputs,
     ]
-    tools_client.responses.create(**{**given, "input": back}, instructions="Be kind")
+    tools_client.responses.create(**{**params, "input": back}, instructions="Be kind")
     prompt = scripted.prompts[-1]
     assert "<|im_start|>system\nBe kind" in prompt
     assert "<think>I need\n two.</think>Let me see. <tool_call>" in prompt

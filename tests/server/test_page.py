@@ -84,8 +84,8 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         tabs: list[Any] = []
 
         def has_tab() -> bool:
-            found = httpx.get(f"http://127.0.0.1:{port}/json").json()
-            tabs[:] = (each for each in found if each["type"] == "page")
+            answer = httpx.get(f"http://127.0.0.1:{port}/json").json()
+            tabs[:] = (each for each in answer if each["type"] == "page")
             return bool(tabs)
 
         until(has_tab)
@@ -239,13 +239,13 @@ def test_answers_are_shown_as_markdown(server: Running, browser: Browser) -> Non
     browser.call("Page.navigate", url=server.url)
     browser.until("document.readyState === 'complete' && !!document.title")
     for text, expected in MARKDOWN:
-        made = browser.run(
+        html = browser.run(
             f"element('div', ...blocks({json.dumps(text)}.split('\\n'))).innerHTML"
         )
-        assert "<img" not in made
-        assert "<a" not in made or 'href="https://' in made
+        assert "<img" not in html
+        assert "<a" not in html or 'href="https://' in html
         if expected is not None:
-            assert made == expected
+            assert html == expected
     # Whatever is written ends, and nothing is lost.
     for text in (
         "> " * 3000 + "x",
@@ -265,9 +265,9 @@ def test_answers_are_shown_as_markdown(server: Running, browser: Browser) -> Non
     assert lines == 139_999
     for address in ("https://a.b/w/C_(d)", "https://a.b/?q=[e]"):
         for text in (f"see {address}.", f"[x]({address})", f"![x]({address})"):
-            made = browser.run(f"blocks([{json.dumps(text)}])[0].outerHTML")
-            assert f'href="{address}"' in made
-            assert "!" not in made
+            html = browser.run(f"blocks([{json.dumps(text)}])[0].outerHTML")
+            assert f'href="{address}"' in html
+            assert "!" not in html
 
 
 @pytest.mark.parametrize(

@@ -383,13 +383,13 @@ def test_no_parameter_is_silently_ignored(endpoint: str, server: Running) -> Non
             where = f"{refused.value.field} {refused.value}"
             assert where.partition(".")[0].partition(" ")[0] == name, (name, where)
             continue
-        made = parse(body, server.service)
+        rendering = parse(body, server.service)
         if isinstance(case, Label):
-            assert _same(made, plain), name
+            assert _same(rendering, plain), name
             assert f"`{name}" in page or endpoint == "count_tokens", name
             continue
         expected = case.value if case.expected is None else case.expected
-        assert case.get(made) == expected, name
+        assert case.get(rendering) == expected, name
 
 
 #: What other servers' clients send for settings that are off.
@@ -434,10 +434,10 @@ def test_settings_that_are_off_elsewhere(endpoint: str, server: Running) -> None
     plain = parse(good, server.service)
     openai = NEUTRAL["openai"] if endpoint != "messages" else []
     for off in (*NEUTRAL[""], *openai, *NEUTRAL[endpoint]):
-        made = parse({**good, **off}, server.service)
-        assert _same(made, plain), off
-        assert made.model == plain.model, off
-        assert made.notes.ignored == made.notes.texts == [], off
+        rendering = parse({**good, **off}, server.service)
+        assert _same(rendering, plain), off
+        assert rendering.model == plain.model, off
+        assert rendering.notes.ignored == rendering.notes.texts == [], off
     drawn = [
         parse({**good, "temperature": 1, "seed": -1}, server.service).job.params.seed
         for _ in range(2)
@@ -447,11 +447,11 @@ def test_settings_that_are_off_elsewhere(endpoint: str, server: Running) -> None
 
 def test_no_limit_for_a_completion(server: Running) -> None:
     """It has the 16 tokens of one that does not say; or 0 entries are taken for off."""
-    made = completions.parse(
+    rendering = completions.parse(
         {"prompt": "Hi", "max_tokens": -1, "logprobs": 0}, server.service
     )
-    assert made.job.params.max_tokens == server.service.config.max_tokens
-    assert made.job.params.logprobs
+    assert rendering.job.params.max_tokens == server.service.config.max_tokens
+    assert rendering.job.params.logprobs
 
 
 def _same(made: Any, plain: Any) -> bool:

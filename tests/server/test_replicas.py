@@ -169,8 +169,8 @@ def routed(
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[tuple[httpx.Client, Router]]:
-    with routed(cors=("http://a.example",)) as made:
-        yield made
+    with routed(cors=("http://a.example",)) as parts:
+        yield parts
 
 
 @pytest.fixture
@@ -207,10 +207,10 @@ def answers(replica: Replica) -> bool:
     """
     if (client := replica.client) is None:
         return False
-    with socket.socket(socket.AF_UNIX) as made, suppress(OSError):
-        made.connect(socket_of(client))
-        made.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        return bool(made.recv(1))
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.connect(socket_of(client))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return bool(connection.recv(1))
     return False
 
 
@@ -299,13 +299,13 @@ def test_a_target_that_is_no_path(ready: tuple[httpx.Client, Router]) -> None:
     client, _ = ready
     for target in ("/health#/metrics", "%2f", "x#", "//a#b", "#", "/a?b#c"):
         address = client.base_url.host, client.base_url.port or 80
-        with socket.create_connection(address) as made:
-            made.sendall(
+        with socket.create_connection(address) as connection:
+            connection.sendall(
                 f"GET {target} HTTP/1.1\r\nHost: localhost\r\n"
                 "Connection: close\r\n\r\n".encode()
             )
             data = b""
-            while part := made.recv(1 << 16):
+            while part := connection.recv(1 << 16):
                 data += part
         head, _, body = data.partition(b"\r\n\r\n")
         assert head.split()[1][:1] == b"4", (target, data)
@@ -512,17 +512,17 @@ def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> 
     """A model that hangs while it is loaded: a replica less, for good."""
     monkeypatch.setattr(supervision, "_LEAST_LOADING", 0.0)
     monkeypatch.setattr(supervision, "_LEAST_PAUSE", 0.01)
-    begun = []
+    indices = []
 
     def start(index: int, path: str) -> ReplicaCommand:
-        begun.append(index)
-        hangs = begun == [0, 1]
+        indices.append(index)
+        hangs = indices == [0, 1]
         program = [sys.executable, "-c", "import time; time.sleep(100)"]
         return ReplicaCommand(program, {}, b"") if hangs else fake(index, path)
 
     with routed(start=start) as (_, router):
         until(lambda: len(router.replicas.ready) == 2)
-    assert begun[:3] == [0, 1, 1]
+    assert indices[:3] == [0, 1, 1]
 
 
 def test_the_end_and_the_beginning(tmp_path: Path) -> None:
@@ -534,8 +534,8 @@ def test_the_end_and_the_beginning(tmp_path: Path) -> None:
     waits = f'until [ -e {gate} ]; do sleep 0.02; done; exec "$@"'
 
     def start(index: int, path: str) -> ReplicaCommand:
-        made = fake(index, path)
-        return replace(made, arguments=["sh", "-c", waits, "sh", *made.arguments])
+        child = fake(index, path)
+        return replace(child, arguments=["sh", "-c", waits, "sh", *child.arguments])
 
     with routed(start=start, api_keys=("k",)) as (client, router):
         early = client.get("/v1/models", headers={"x-api-key": "k"})
@@ -579,7 +579,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def children(pid: int) -> list[int]:
     """Processes of ``specdec.cli.replica`` that a process has started."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         try:
             stat = (entry / "stat").read_text() if entry.name.isdigit() else ""
@@ -587,8 +587,8 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if stat and int(stat.rpartition(")")[2].split()[1]) == pid:
-            found += [int(entry.name)] * (b"specdec.cli.replica" in words)
-    return found
+            processes += [int(entry.name)] * (b"specdec.cli.replica" in words)
+    return processes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -678,8 +678,8 @@ def test_replicas_keep_their_share_of_the_cores(
     places = environments(4)
     monkeypatch.setattr("specdec.cli.replica.own_threads", lambda n: {"T": "1"})
     for _ in range(2):
-        made = command({}, ServerConfig(), places, 3, "/nowhere/s")
-        assert made.environment["T"] == "2"
+        child = command({}, ServerConfig(), places, 3, "/nowhere/s")
+        assert child.environment["T"] == "2"
 
 
 def test_the_first_replica_alone_says_what_it_notes() -> None:
@@ -692,9 +692,9 @@ def test_the_first_replica_alone_says_what_it_notes() -> None:
 
 def test_no_replica_outlives_its_parent(model: Path) -> None:
     """A GPU that stays full after the server was killed."""
-    made = command({"target": str(model)}, ServerConfig(), [{}], 0, "/nowhere/s")
-    process = subprocess.Popen(made.arguments, stdin=subprocess.PIPE)
-    process.communicate(made.greeting, timeout=60)
+    child = command({"target": str(model)}, ServerConfig(), [{}], 0, "/nowhere/s")
+    process = subprocess.Popen(child.arguments, stdin=subprocess.PIPE)
+    process.communicate(child.greeting, timeout=60)
     assert process.returncode == -signal.SIGTERM
 
 

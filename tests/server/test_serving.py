@@ -73,15 +73,15 @@ def test_a_draft_that_idles_is_noted_once(
 def endless(server: Running, **more: Any) -> socket.socket:
     """A client whose request goes on until it leaves."""
     port = int(server.url.rpartition(":")[2])
-    made = socket.create_connection(("127.0.0.1", port))
+    connection = socket.create_connection(("127.0.0.1", port))
     most = ENDLESS["max_tokens"]
     body = json.dumps({**ENDLESS, "min_tokens": most, "stream": True, **more}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
-    made.sendall(
+    connection.sendall(
         f"{head}application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     )
-    made.sendall(body)
-    return made
+    connection.sendall(body)
+    return connection
 
 
 @pytest.mark.parametrize("host", ["x" * 5000, "a..b", "\ud800", "a\0b", "\u2024"])
@@ -251,8 +251,8 @@ def test_leaving_at_every_phase(decoder: SpecDecoder) -> None:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             kind = b"Content-Type: application/json\r\nContent-Length: 90\r\n\r\n"
             for part in (head, head + kind, head + kind + b'{"prompt": "a"'):
-                with socket.create_connection(("127.0.0.1", port)) as made:
-                    made.sendall(part)
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    connection.sendall(part)
             clients = [endless(server) for _ in range(6)]
             until(lambda: server.service.waiting == 2)
             assert clients[0].recv(1)
@@ -655,8 +655,8 @@ def test_whose_answers_are_drafted_from(decoder: SpecDecoder, sharing: Any) -> N
     assert len(set(first)) == len(set(again)) == 1
     assert again[0] > first[0] + 5
     with running(drafting(keep=True), prefix_sharing=sharing) as server:
-        found = [accepted(*client) for client in clients]
-    assert found == [first[0], again[0]] * 2
+        answers = [accepted(*client) for client in clients]
+    assert answers == [first[0], again[0]] * 2
     with running(drafting(keep=False)) as server:
         assert [accepted("a") for _ in range(2)] == first[:2]
 

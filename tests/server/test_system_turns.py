@@ -95,8 +95,8 @@ def test_nothing_of_a_system_turn_is_lost(tmp_path: Path) -> None:
     )
     for kind in ("first", "drops", "hoists"):
         assert arranged(words[kind], turns) == marked, kind
-    kept = [m["content"] for m in arranged(words["takes"], turns)]
-    assert kept == ["A\n\nB", "c", "D", "e", "F", "g"]
+    contents = [m["content"] for m in arranged(words["takes"], turns)]
+    assert contents == ["A\n\nB", "c", "D", "e", "F", "g"]
     alone = turns_of(("user", f"<system>\nA\n\nB\n</system>\n\n{c}"))
     assert arranged(words["refuses"], turns) == alone + marked[2:]
     # Turns of the user that the client keeps apart stay apart.
@@ -134,11 +134,11 @@ def test_all_thoughts_of_a_turn_are_kept(tmp_path: Path) -> None:
     ]  # fmt: skip
     said = turns_of(("user", "a"), ("assistant", blocks))
     with running(tiny_decoder(tmp_path)) as server:
-        made: list[Any] = [
+        sources: list[Any] = [
             messages.parse_count({"model": "tiny", "messages": said}, server.service),
             responses.parse({"input": items}, server.service).job.sources[0],
         ]
-    for turn in (parsed.messages[-1] for parsed in made):
+    for turn in (parsed.messages[-1] for parsed in sources):
         assert turn["reasoning_content"] == "FIRST\n\nSECOND"
         assert turn["content"] == "t"
         assert len(turn["tool_calls"]) == 1
@@ -164,11 +164,11 @@ def test_calls_of_any_history_reach_the_prompt(tmp_path: Path) -> None:
                 {"type": "function_call", "call_id": "c", **function},
                 {"type": "function_call_output", "call_id": "c", "output": "r"},
             ]
-            made: list[Any] = [
+            sources: list[Any] = [
                 chat.parse({"messages": turns}, server.service).job.sources[0],
                 responses.parse({"input": items}, server.service).job.sources[0],
             ]
-            for parsed in made:
+            for parsed in sources:
                 (said,) = parsed.messages[1]["tool_calls"]
                 assert said["function"] == {"name": "f", "arguments": shown}
             ask(server, "chat/completions", turns)
@@ -176,10 +176,10 @@ def test_calls_of_any_history_reach_the_prompt(tmp_path: Path) -> None:
             {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "***"},
             {"type": "custom_tool_call_output", "call_id": "c", "output": "r"},
         ]
-        made = [responses.parse({"input": items}, server.service).job.sources[0]]
-        (said,) = made[0].messages[1]["tool_calls"]
+        sources = [responses.parse({"input": items}, server.service).job.sources[0]]
+        (said,) = sources[0].messages[1]["tool_calls"]
         assert said["function"] == {"name": "f", "arguments": {"input": "***"}}
-        assert made[0].messages[2]["content"] == "r"
+        assert sources[0].messages[2]["content"] == "r"
 
 
 def test_messages_without_content(tmp_path: Path) -> None:
@@ -188,6 +188,6 @@ def test_messages_without_content(tmp_path: Path) -> None:
         for path in ("messages", "messages/count_tokens"):
             body = {"model": "tiny", "max_tokens": 1, "messages": [
                 {"role": "user", "content": []}]}  # fmt: skip
-            made = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
-            assert made.status_code == 400
-            assert "no content" in made.text
+            answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+            assert answer.status_code == 400
+            assert "no content" in answer.text

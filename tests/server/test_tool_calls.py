@@ -147,9 +147,9 @@ def test_a_cut_call_is_never_whole(form: str, tmp_path: Path) -> None:
     partial = 0
     for end in range(len(text)):
         written = text[:end]
-        made = parts_of(words, written, cut=True)
-        shown = "".join(p.text for p in made if not isinstance(p, Call))
-        calls = [p for p in made if isinstance(p, Call)]
+        parts = parts_of(words, written, cut=True)
+        shown = "".join(p.text for p in parts if not isinstance(p, Call))
+        calls = [p for p in parts if isinstance(p, Call)]
         for call in calls:
             assert call.name == "write_file", (end, call)
             if call.cut:
@@ -298,23 +298,25 @@ def test_a_whole_call_before_a_cut_one(tmp_path: Path) -> None:
                     'write_file:1<|tool_call_argument_begin|>{"pa'),
     ):  # fmt: skip
         words = words_of(form, tmp_path)
-        made = parts_of(words, answer_of(form) + second, cut=True)
-        calls = [part for part in made if isinstance(part, Call)]
+        parts = parts_of(words, answer_of(form) + second, cut=True)
+        calls = [part for part in parts if isinstance(part, Call)]
         assert [bool(call.cut) for call in calls] == [False, True]
         assert calls[1].arguments == '{"pa'
         assert [call.index for call in calls] == [0, 1]
     # One section with a whole and a cut call, whose arguments are no JSON.
     text = ANSWERS["minimax_m2"].partition("\n</minimax")[0]
     more = '\n<invoke name="write_file">\n<parameter name="path">b'
-    made = parts_of(words_of("minimax_m2", tmp_path), text + more, cut=True)
-    assert [json.loads(p.arguments) for p in made if isinstance(p, Call)] == [ARGUMENTS]
-    assert made[-1].text == more.lstrip()
+    parts = parts_of(words_of("minimax_m2", tmp_path), text + more, cut=True)
+    assert [json.loads(p.arguments) for p in parts if isinstance(p, Call)] == [
+        ARGUMENTS
+    ]
+    assert parts[-1].text == more.lstrip()
     for form, inside in (
         ("minimax_m2", "say </invoke>"), ("qwen3_coder", "say </function>"),
     ):  # fmt: skip
         text = ANSWERS[form].partition("hello")[0] + inside
-        made = parts_of(words_of(form, tmp_path), text, cut=True)
-        assert "".join(part.text for part in made) == text
+        parts = parts_of(words_of(form, tmp_path), text, cut=True)
+        assert "".join(part.text for part in parts) == text
 
 
 @pytest.mark.parametrize(
@@ -326,8 +328,8 @@ def test_arguments_that_are_no_json_object(arguments: str, tmp_path: Path) -> No
     """A 500 that loses the answer, JSON that no client reads, a replay that fails."""
     words = words_of("json_tools", tmp_path)
     text = f'<tool_call>{{"name": "write_file", "arguments": {arguments}}}</tool_call>'
-    made = parts_of(words, text, cut=False)
-    assert "".join(part.text for part in made) == text
+    parts = parts_of(words, text, cut=False)
+    assert "".join(part.text for part in parts) == text
 
 
 def test_arguments_that_python_reads(tmp_path: Path) -> None:
@@ -337,8 +339,8 @@ def test_arguments_that_python_reads(tmp_path: Path) -> None:
             "<tool_call>\n<function=write_file>\n<parameter=o>\n"
             f"{value}\n</parameter>\n</function>\n</tool_call>"
         )
-        made = parts_of(words_of("qwen3_coder", tmp_path), text, cut=False)
-        assert "".join(part.text for part in made) == text
+        parts = parts_of(words_of("qwen3_coder", tmp_path), text, cut=False)
+        assert "".join(part.text for part in parts) == text
     words = words_of("json_tools", tmp_path)
     for nothing in ("null", '""', "{}"):
         text = (
@@ -389,8 +391,8 @@ def test_marks_within_values(form: str, tmp_path: Path) -> None:
     ):
         text = answer_of(form).replace("hello world", value)
         for size in (1, 4, 1000):
-            made = parts_of(words, text, cut=False, size=size)
-            (call,) = (part for part in made if isinstance(part, Call))
+            parts = parts_of(words, text, cut=False, size=size)
+            (call,) = (part for part in parts if isinstance(part, Call))
             assert json.loads(call.arguments) == {**ARGUMENTS, "content": value}
 
 
@@ -408,13 +410,13 @@ def test_values_in_cdata(value: str, tmp_path: Path) -> None:
     one = ANSWERS["minicpm5"].replace("hello world", f"<![CDATA[{value}]]>")
     text = one + "\n" + one
     for size in (1, 5, 1000):
-        made = parts_of(words, text, cut=False, size=size)
-        assert all(isinstance(part, Call) for part in made), made
+        parts = parts_of(words, text, cut=False, size=size)
+        assert all(isinstance(part, Call) for part in parts), parts
         expected = {**ARGUMENTS, "content": value}
-        assert [json.loads(part.arguments) for part in made] == [expected] * 2
+        assert [json.loads(part.arguments) for part in parts] == [expected] * 2
     for end in range(len(one)):
-        made = parts_of(words, one[:end], cut=True)
-        assert "".join(part.text for part in made) == one[:end]
+        parts = parts_of(words, one[:end], cut=True)
+        assert "".join(part.text for part in parts) == one[:end]
 
 
 def _with(form: str, value: str, instead_of: str = "hello world") -> tuple[str, str]:
@@ -448,8 +450,8 @@ def test_a_call_is_read_whole_or_not_at_all(
     form: str, text: str, tmp_path: Path
 ) -> None:
     """A call without some of its arguments, or with arguments that nobody wrote."""
-    made = parts_of(words_of(form, tmp_path), text + "\nend", cut=False)
-    assert "".join(part.text for part in made) == text + "\nend"
+    parts = parts_of(words_of(form, tmp_path), text + "\nend", cut=False)
+    assert "".join(part.text for part in parts) == text + "\nend"
 
 
 def test_several_calls(tmp_path: Path) -> None:
@@ -470,9 +472,9 @@ def test_several_calls(tmp_path: Path) -> None:
         ("pythonic", "<|tool_call_start|>[write_file(path='a'), write_file(path=\"b\")]"
          "<|tool_call_end|>"),
     ):  # fmt: skip
-        made = parts_of(words_of(form, tmp_path), text, cut=False)
-        assert all(isinstance(part, Call) for part in made), made
-        assert [json.loads(call.arguments)["path"] for call in made] == ["a", "b"]
+        parts = parts_of(words_of(form, tmp_path), text, cut=False)
+        assert all(isinstance(part, Call) for part in parts), parts
+        assert [json.loads(call.arguments)["path"] for call in parts] == ["a", "b"]
     # Texts and values of Python and Gemma.
     for form, text, arguments in (
         ("pythonic", '[write_file(content="say \\"x, n=2\\"\nb", o={"a": true})]',
@@ -505,8 +507,8 @@ def test_a_tool_that_is_not_there(
     assert call.name == "other"
     assert "'other', which is no tool" in caplog.text
     for text in ("<tool_call>hello there you</tool_call>", "<tool_call></tool_call>"):
-        made = parts_of(words_of("glm47", tmp_path), text, cut=False)
-        assert "".join(part.text for part in made) == text
+        parts = parts_of(words_of("glm47", tmp_path), text, cut=False)
+        assert "".join(part.text for part in parts) == text
 
 
 def split(made: list[Any]) -> tuple[str, str]:
@@ -544,8 +546,8 @@ def test_text_about_markers(
     """Text that is moved to reasoning, or gets a marker that nobody wrote."""
     words = words_of("json_tools", tmp_path)
     for size in (1, 2, 3, 5, 100):
-        made = parts_of(words, text, cut=False, size=size)
-        assert split(made) == (thoughts, shown), size
+        parts = parts_of(words, text, cut=False, size=size)
+        assert split(parts) == (thoughts, shown), size
     inside = f'<tool_call>{{"name": "write_file", "arguments": {{"content": {json.dumps("x</tool_call>" + text)}}}}}</tool_call>'  # noqa: E501
     (call,) = parts_of(words, inside, cut=False)
     assert json.loads(call.arguments)["content"].endswith(text)
@@ -553,8 +555,8 @@ def test_text_about_markers(
 
 def thinks(server: Any, **body: Any) -> tuple[str | None, str]:
     """Reasoning and text of the answer ``Hm.</think>Hello.`` to a conversation."""
-    made = post(server, "chat/completions", **body)
-    message = made.json()["choices"][0]["message"]
+    parts = post(server, "chat/completions", **body)
+    message = parts.json()["choices"][0]["message"]
     return message.get("reasoning_content"), message["content"]
 
 
@@ -577,10 +579,10 @@ def test_only_the_template_begins_a_thought(folder: Path) -> None:
                 server, messages=turns, chat_template_kwargs={"think": True}
             )
             assert thought == ("Hm.", "Hello."), text
-            begun = [*turns, {"role": "assistant", "content": "Well"}]
-            continued = {"messages": begun, "continue_final_message": True}
+            turns_so_far = [*turns, {"role": "assistant", "content": "Well"}]
+            continued = {"messages": turns_so_far, "continue_final_message": True}
             assert thinks(server, **continued) == plain, text
-            begun[-1] = {"role": "assistant", "content": "<think>Well"}
+            turns_so_far[-1] = {"role": "assistant", "content": "<think>Well"}
             assert thinks(server, **continued) == ("Hm.", "Hello."), text
 
 
@@ -623,16 +625,16 @@ def test_ids_fit_the_template(
         create: Any = client.chat.completions.create
         turns: list[Any] = [{"role": "user", "content": "q"}]
         message = create(model="tiny", messages=turns, tools=[TOOL]).choices[0].message
-        (made,) = message.tool_calls
-        assert re.search(form, f"#{made.id}")
-        result = {"role": "tool", "tool_call_id": made.id, "content": "ok"}
+        (parts,) = message.tool_calls
+        assert re.search(form, f"#{parts.id}")
+        result = {"role": "tool", "tool_call_id": parts.id, "content": "ok"}
         turns += [message.model_dump(exclude_none=True), result]
         done = create(model="tiny", messages=turns, tools=[TOOL]).choices[0].message
         assert done.content == "done"
         # A history from elsewhere: the same ids every time, and a different one each.
         text = json.dumps(turns)
-        foreign = json.loads(text.replace(made.id, "call_0f3a"))
-        other = json.loads(text.replace(made.id, "call_77bc"))
+        foreign = json.loads(text.replace(parts.id, "call_0f3a"))
+        other = json.loads(text.replace(parts.id, "call_77bc"))
         prompts = []
         for _ in range(2):
             create(model="tiny", messages=[*foreign, *other], tools=[TOOL])
@@ -705,10 +707,10 @@ def test_tools_of_a_gguf_target(
     with running(Scripted(decoder, lambda p: answer)) as server:
         for choice in ("auto", "required"):
             turns = [{"role": "user", "content": "q"}]
-            made = post(server, "chat/completions", messages=turns, tools=[TOOL],
+            parts = post(server, "chat/completions", messages=turns, tools=[TOOL],
                         tool_choice=choice, max_tokens=99)  # fmt: skip
-            assert made.status_code == 200, made.text
-            (said,) = made.json()["choices"][0]["message"]["tool_calls"]
+            assert parts.status_code == 200, parts.text
+            (said,) = parts.json()["choices"][0]["message"]["tool_calls"]
             assert json.loads(said["function"]["arguments"]) == ARGUMENTS
             assert re.match(form, said["id"])
 
@@ -735,9 +737,9 @@ def test_templates_that_read_other_names(folder: Path) -> None:
             tiny_decoder(folder, template=template, parser=None), lambda p: "x"
         )
         with running(scripted) as server:
-            made = post(server, "chat/completions", messages=turns, tools=[TOOL])
-            assert made.status_code == 200, made.text
-            assert "x-specdec-note" not in made.headers
+            parts = post(server, "chat/completions", messages=turns, tools=[TOOL])
+            assert parts.status_code == 200, parts.text
+            assert "x-specdec-note" not in parts.headers
         assert shown in scripted.prompts[-1]
 
 
@@ -757,10 +759,10 @@ def test_strict_calls_of_every_json_form(form: str, tmp_path: Path) -> None:
     strict = {"type": "function", "function": {**FUNCTION, "strict": True}}
     text = answer_of(form)
     for answer in (None, Grammar.regex("yes|no")):
-        made = call_grammar(words, Tools([strict]), answer, "x", Notes()).grammar
-        assert made is not None
+        parts = call_grammar(words, Tools([strict]), answer, "x", Notes()).grammar
+        assert parts is not None
 
-        def takes(said: str, text: str = made.text) -> bool:
+        def takes(said: str, text: str = parts.text) -> bool:
             matcher = LLMatcher(library, text)
             assert not matcher.get_error()
             tokens = words.encode(said, add_special_tokens=False)

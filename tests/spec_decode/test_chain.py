@@ -172,9 +172,9 @@ def own_choices_are_right(
             if n > len(prefix) - 1:
                 continue
             logits = draft(mx.array([[*prefix[:n], *row]]))[0, n - 1 : -1]
-            own: Any = mx.argmax(logits, axis=-1).tolist()
+            choices: Any = mx.argmax(logits, axis=-1).tolist()
             checked.extend(
-                a == b for a, b, g in zip(row, own, given, strict=True) if not g
+                a == b for a, b, g in zip(row, choices, given, strict=True) if not g
             )
         return proposals
 

@@ -369,3 +369,5 @@ def test_rows_that_join_bring_their_own_tokens() -> None:
     placed = rows.placed([2, 0], others)
     assert placed.recent.tolist() == [[-1, 10], [-1, 3], [-1, 9]]
     assert placed.lengths.tolist() == [1, 1, 3]
+    wide = others.placed([2], rows)  # the wider ones join
+    assert wide.recent.tolist() == [[-1, 9], [-1, 10], [1, 2]]

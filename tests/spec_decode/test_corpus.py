@@ -72,19 +72,19 @@ def test_the_longest_newest_match_is_continued(
     corpora = Corpora(1 << 16, 4)
     for answer in answers:
         corpora.add("", answer)
-    found = corpora.find([""] * len(texts), tail_of(texts), K)
-    if found is None:
+    continuation = corpora.find([""] * len(texts), tail_of(texts), K)
+    if continuation is None:
         assert not any(answers)
         return
     for i, text in enumerate(texts):
         _, size = by_hand(answers, text, K)
-        count = int(found.count[i])
+        count = int(continuation.count[i])
         # With rivals in one answer, an older place may match more tokens.
-        assert (int(found.size[i]) > 0) == (size > 0)
-        assert int(found.size[i]) <= size
+        assert (int(continuation.size[i]) > 0) == (size > 0)
+        assert int(continuation.size[i]) <= size
         whole = [a for a in answers if len(a) > SHORTEST]
-        got: Any = found.tokens[i, :count].tolist()
-        matched = text[len(text) - int(found.size[i]) :]
+        got: Any = continuation.tokens[i, :count].tolist()
+        matched = text[len(text) - int(continuation.size[i]) :]
         if count:
             assert any(holds(a, [*matched, *got]) for a in whole)
 
@@ -108,11 +108,11 @@ def test_without_rivals_it_is_the_match(
     for answer in answers:
         corpora.add("", answer)
     text = [99, *answers[number][:end]]
-    found = corpora.find([""], tail_of([text]), K)
-    assert found is not None
+    continuation = corpora.find([""], tail_of([text]), K)
+    assert continuation is not None
     tokens, size = by_hand(answers, text, K)
-    assert found.tokens[0, : int(found.count[0])].tolist() == tokens
-    assert int(found.size[0]) == size
+    assert continuation.tokens[0, : int(continuation.count[0])].tolist() == tokens
+    assert int(continuation.size[0]) == size
 
 
 @pytest.mark.parametrize("capacity", [64, 1 << 16])
@@ -128,10 +128,12 @@ def test_answers_that_come_between_look_ups_are_found(capacity: int) -> None:
                 once.add("a" if i % 3 else "b", earlier)
             tail = tail_of([t[:9] for t in [*texts[-8:], *texts[:8]][:8]])
             for clients in (["a"] * 8, ["a", "b", None, "b"] * 2):
-                found, right = (c.find(clients, tail, K) for c in (corpora, once))
-                assert found is not None
+                continuation, right = (
+                    c.find(clients, tail, K) for c in (corpora, once)
+                )
+                assert continuation is not None
                 assert right is not None
-                for name, one in vars(found).items():
+                for name, one in vars(continuation).items():
                     assert mx.array_equal(one, getattr(right, name))
 
 
@@ -159,18 +161,20 @@ def test_the_ring_wraps() -> None:
     seen = list[int]()
     for i in range(40):
         text = [100 * i + j for j in range(9)]
-        found = corpora.find([""], tail_of([text]), K)
-        assert found is not None
-        if int(found.count[0]):
+        continuation = corpora.find([""], tail_of([text]), K)
+        assert continuation is not None
+        if int(continuation.count[0]):
             seen.append(i)
-            assert found.tokens[0].tolist() == [100 * i + j for j in range(9, 13)]
+            assert continuation.tokens[0].tolist() == [
+                100 * i + j for j in range(9, 13)
+            ]
     # Some have lost a place to an equal hash, which a small ring has many of.
     assert min(seen) >= 30
     assert len(seen) >= 5
     corpora.add("", list(range(5000, 9000)))
-    found = corpora.find([""], tail_of([[8990, 8991, 8992]]), K)
-    assert found is not None
-    assert found.tokens[0].tolist() == [8993, 8994, 8995, 8996]
+    continuation = corpora.find([""], tail_of([[8990, 8991, 8992]]), K)
+    assert continuation is not None
+    assert continuation.tokens[0].tolist() == [8993, 8994, 8995, 8996]
     for i in range(6):
         corpora.add(f"client {i}", [1, 2, 3, 4, 5])
     assert corpora.nbytes == 4 * Corpus.nbytes(256)
@@ -182,11 +186,13 @@ def test_clients_never_see_each_other() -> None:
     corpora.add("a", [1, 2, 3, 4, 5, 6, 7])
     corpora.add("b", [1, 2, 3, 8, 9, 10, 11])
     clients = ["b", None, "a", "nobody", "a"]
-    found = corpora.find(clients, tail_of([[1, 2, 3]] * 5), 3)
-    assert found is not None
-    assert found.count.tolist() == [3, 0, 3, 0, 3]
-    assert found.tokens[0].tolist() == [8, 9, 10]
-    assert found.tokens[2].tolist() == found.tokens[4].tolist() == [4, 5, 6]
+    continuation = corpora.find(clients, tail_of([[1, 2, 3]] * 5), 3)
+    assert continuation is not None
+    assert continuation.count.tolist() == [3, 0, 3, 0, 3]
+    assert continuation.tokens[0].tolist() == [8, 9, 10]
+    assert (
+        continuation.tokens[2].tolist() == continuation.tokens[4].tolist() == [4, 5, 6]
+    )
     assert corpora.find(["nobody", None], tail_of([[1, 2, 3]] * 2), 3) is None
 
 

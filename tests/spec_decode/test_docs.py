@@ -127,7 +127,7 @@ def test_the_example_with_a_decoder(
 def test_the_page_names_the_whole_protocol() -> None:
     """A drafter is asked, shown or reports nothing that the page leaves out."""
     page = DOCS.read_text("utf-8")
-    own = ("drawn_from", "inputs", "within", "after")  # of specdec itself
+    internal = ("drawn_from", "inputs", "within", "after")  # of specdec itself
     for part in (
         DraftContext,
         DescribedFactory,
@@ -140,5 +140,5 @@ def test_the_page_names_the_whole_protocol() -> None:
         assert part.__name__ in page
         names = {*vars(part), *getattr(part, "__dataclass_fields__", ())}
         for name in names:
-            if not name.startswith("_") and name not in own:
+            if not name.startswith("_") and name not in internal:
                 assert f"`{name}" in page or f".{name}" in page, f"{part}.{name}"

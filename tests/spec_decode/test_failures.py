@@ -108,7 +108,7 @@ def test_rows_go_on(
         f"drafter Failing{'' if method == 'rows' else 'Rows'} failed "
         "(ZeroDivisionError: no luck): decoding goes on without a draft"
     )
-    assert [made() for made in drafter.rows_made] == [None] * len(drafter.rows_made)
+    assert [rows() for rows in drafter.rows_made] == [None] * len(drafter.rows_made)
 
 
 @pytest.mark.parametrize("verification", VERIFICATIONS)

@@ -93,8 +93,8 @@ def test_proposals_are_those_of_a_plain_forward(
     head: Any = load_draft("mtp", target).model
     check_proposals(arch, [parts], target.model, head, monkeypatch)
     shared = {id(a) for _, a in arrays_of(target.model)}
-    own = [a for _, a in arrays_of(head) if id(a) not in shared]
-    assert sum(a.size for a in own) < 45_000
+    arrays = [a for _, a in arrays_of(head) if id(a) not in shared]
+    assert sum(a.size for a in arrays) < 45_000
 
 
 def check_proposals(
@@ -505,7 +505,7 @@ def test_texts_are_the_targets(arch: str, tmp_path: Path) -> None:
     """With prefixes that are found again, chunks, and rows that wait for others."""
     write_target(tmp_path / "target", arch)
     prompts = make_prompts()[:4]
-    found = []
+    outputs = []
     for draft in ("none", "mtp"):
         config = EngineConfig(
             num_draft_tokens=3,
@@ -516,9 +516,9 @@ def test_texts_are_the_targets(arch: str, tmp_path: Path) -> None:
         decoder = SpecDecoder.from_pretrained(tmp_path / "target", draft, config=config)
         for _ in range(2):
             results = decoder.generate(prompts, max_tokens=12)
-            found.append([r.token_ids for r in results])
+            outputs.append([r.token_ids for r in results])
         assert (decoder.stats.drafted > 0) == (draft == "mtp")
-    assert found[1:] == found[:1] * 3
+    assert outputs[1:] == outputs[:1] * 3
 
 
 @pytest.mark.parametrize(
@@ -552,13 +552,13 @@ def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_target(tmp_path / "target", "glm4_moe")
     source = str(tmp_path / "target")
     config = EngineConfig(num_draft_tokens=2)
-    found = []
+    outputs = []
     for draft in ("none", "mtp", "ngram+mtp"):
         decoder = SpecDecoder.from_pretrained(source, draft, config=config)
         results = decoder.generate([[5, 9, 11], [7]], max_tokens=6)
-        found.append([r.token_ids for r in results])
+        outputs.append([r.token_ids for r in results])
         assert (draft == "none") == (not sum(r.drafted for r in results))
-    assert found[1:] == found[:1] * 2
+    assert outputs[1:] == outputs[:1] * 2
     write_folder(tmp_path / "plain", "qwen3")
     for name, error, message in (
         ("plain", UnsupportedModelError, "MTP heads of qwen3 models are not supp"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,8 +21,9 @@ from specdec.spec_decode import (
     ngram_search,
 )
 from specdec.spec_decode.ngram import NgramRows
-from specdec.spec_decode.ngram_search import write
+from specdec.spec_decode.ngram_search import longest_match, write
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, drafts_of, exact, greedy, run_rows
+from tests.scripted import Script
 from tests.spec_decode.repetitive import check_distribution, make_prompts
 
 
@@ -133,6 +135,48 @@ def test_a_row_joins_after_a_longer_one_has_left(
     tokens = (4, 24, 12, 6)[: len(lengths)]
     drafter = NgramDrafter()
     exact(target, None, prompts, tokens, batch_size=2, backend=backend, drafter=drafter)
+
+
+@BACKENDS
+def test_the_work_of_a_round_is_bounded(
+    target: Any, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the rows, at most max_history tokens are searched; few shapes."""
+    capacities: set[int] = set()
+
+    def noted(ring: mx.array, lengths: mx.array, **options: Any) -> Any:
+        capacities.add(ring.shape[1])
+        return longest_match(ring, lengths, **options)
+
+    monkeypatch.setattr(ngram_search, "longest_match", noted)
+    prompts = [make_prompts(i)[4] * n for i, n in enumerate((1, 4, 9))]
+    exact(
+        target, None, prompts, [300, 40, 50],
+        backend=backend, drafter=drafter(max_history=400), prefill_step_size=128,
+    )  # fmt: skip
+    assert 400 in capacities
+    assert capacities <= {256, 400}
+
+
+def test_no_graph_grows_while_nothing_is_drafted(
+    target: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What rounds leave to be written is computed when some have come together."""
+    writes: list[int] = []
+    commit, file = NgramRows.commit, tmp_path / "graph.dot"
+
+    def noted(self: NgramRows, round_: Round, accepted: Any) -> None:
+        # Of the rounds before it: this one is not handed over yet.
+        mx.export_to_dot(str(file), self._ring)
+        writes.append(file.read_text("utf-8").count('"ScatterAxis"'))
+        commit(self, round_, accepted)
+
+    monkeypatch.setattr(NgramRows, "commit", noted)
+    script = Script(lambda number: 2 * (number == 0))
+    exact(target, None, [[1, 2]], 40, drafter=drafter(), length=script)
+    assert len(writes) > 30
+    assert max(writes) < 8
+    assert writes.count(0) <= len(writes) // 8 + 1
 
 
 @BACKENDS

@@ -140,8 +140,8 @@ class Unnormalised(DraftModel):
         propose = rows.propose
 
         def faulty(round_: Any) -> Any:
-            found = propose(round_)
-            return replace(found, probabilities=0.4 * found.probabilities)
+            proposals = propose(round_)
+            return replace(proposals, probabilities=0.4 * proposals.probabilities)
 
         rows.propose = faulty
         return rows
@@ -162,8 +162,8 @@ def test_ratio_rules_keep_the_distribution(
     )
 
     drafter = drafter_of(draft, vocabulary, AT_ONCE, 2, kind)
-    found: Any = drafter.proposable(mx.arange(9.0)).tolist()
-    assert found == [7.0, 2.0, -math.inf, 0.0]
+    scores: Any = drafter.proposable(mx.arange(9.0)).tolist()
+    assert scores == [7.0, 2.0, -math.inf, 0.0]
 
     def check() -> int:
         return check_distribution(
@@ -191,15 +191,15 @@ def folder_of(path: Path, vocabulary: Any, seed: int) -> LoadedModel:
 
 def other_byte_level() -> Any:
     """The bytes in another order, other merges, other names for special tokens."""
-    found = byte_level()
-    first = found.tokens[:256]
-    found.tokens[:256] = first[128:] + first[:128]
+    vocabulary = byte_level()
+    first = vocabulary.tokens[:256]
+    vocabulary.tokens[:256] = first[128:] + first[:128]
     for name, other in (("<|im_end|>", "<|eot|>"), ("<|im_start|>", "<|start|>")):
-        found.tokens[found.tokens.index(name)] = other
-    at = found.merges.index("a b")
-    found.tokens[found.tokens.index("ab")] = "ba"
-    found.merges[at] = "b a"
-    return found
+        vocabulary.tokens[vocabulary.tokens.index(name)] = other
+    at = vocabulary.merges.index("a b")
+    vocabulary.tokens[vocabulary.tokens.index("ab")] = "ba"
+    vocabulary.merges[at] = "b a"
+    return vocabulary
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])

@@ -274,9 +274,11 @@ class OtherNgramRows(NgramRows):
     """Hands over another newest token than each row has."""
 
     def propose(self, round_: Round) -> Proposals:
-        found = super().propose(round_)
-        assert found.inputs is not None
-        return Proposals.within((found.inputs + 1) % VOCAB, lengths=found.lengths)
+        proposals = super().propose(round_)
+        assert proposals.inputs is not None
+        return Proposals.within(
+            (proposals.inputs + 1) % VOCAB, lengths=proposals.lengths
+        )
 
 
 class OtherNgrams(NgramDrafter):

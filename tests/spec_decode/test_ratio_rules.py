@@ -74,8 +74,8 @@ def extra_distribution(
         after: Distribution = p[k]
         return after
     left = np.maximum(scale[count] * p[count] - q[count], 0)
-    found: Distribution = left / left.sum() if left.sum() > 0 else p[count]
-    return found
+    distribution: Distribution = left / left.sum() if left.sum() > 0 else p[count]
+    return distribution
 
 
 def count_probabilities(rule: str, h: Sequence[float]) -> list[float]:
@@ -90,8 +90,8 @@ def count_probabilities(rule: str, h: Sequence[float]) -> list[float]:
 def random_chains(rng: np.random.Generator, v: int, length: int) -> Distribution:
     """A distribution of the next token after every prefix, shape (v, ..., v)."""
     shape = (v,) * length
-    found: Distribution = rng.dirichlet(np.full(v, 0.6), size=shape[:-1])
-    return found
+    distribution: Distribution = rng.dirichlet(np.full(v, 0.6), size=shape[:-1])
+    return distribution
 
 
 # -- exact enumeration --------------------------------------------------------
@@ -292,8 +292,8 @@ def test_decodings_follow_the_target(
     draws = DRAWS
     got = decodings(rule, target, draft, k, draws, temperature, point_mass=point_mass)
     expected = three_tokens(target, temperature) * draws
-    found, bound = chi_square(got.histogram(4), expected)
-    assert found < bound
+    statistic, bound = chi_square(got.histogram(4), expected)
+    assert statistic < bound
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -350,8 +350,8 @@ def test_the_engine_follows_the_target(
     joint = joint * _next(target, third, params[0]).reshape(5, 5, 5)
     expected = joint.sum(0).reshape(-1) * draws
     assert counts[expected == 0].sum() == 0
-    found, bound = chi_square(counts[expected > 0], expected[expected > 0])
-    assert found < bound
+    statistic, bound = chi_square(counts[expected > 0], expected[expected > 0])
+    assert statistic < bound
 
 
 def _next(model: Any, prompts: list[list[int]], params: SamplingParams) -> np.ndarray:
@@ -359,7 +359,7 @@ def _next(model: Any, prompts: list[list[int]], params: SamplingParams) -> np.nd
     processors = make_logits_processors(
         dict(params.logit_bias or {}), params.repetition_penalty
     )
-    found = []
+    distributions = []
     for prompt in prompts:
         logits = model(mx.array([prompt]))[:, -1]
         for processor in processors:
@@ -367,8 +367,8 @@ def _next(model: Any, prompts: list[list[int]], params: SamplingParams) -> np.nd
         if params.min_tokens:
             logits[:, mx.array(params.stop_token_ids)] = -float("inf")
         drawn_from = drawable(logits[0], params) / params.temperature
-        found.append(np.array(mx.softmax(drawn_from)))
-    return np.array(found)
+        distributions.append(np.array(mx.softmax(drawn_from)))
+    return np.array(distributions)
 
 
 @BY_RULE
@@ -429,5 +429,5 @@ def test_faults_are_caught(
         monkeypatch.setattr(rejection_sampler, rule, partial(fault, rule))
     target, draft = markov_chains()
     got = decodings(rule, target, draft, 3, DRAWS, 1.0, point_mass=by_position)
-    found, bound = chi_square(got.histogram(4), three_tokens(target, 1.0) * DRAWS)
-    assert found > bound
+    statistic, bound = chi_square(got.histogram(4), three_tokens(target, 1.0) * DRAWS)
+    assert statistic > bound

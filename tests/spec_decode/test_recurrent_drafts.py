@@ -205,9 +205,9 @@ class Store(PrefixStore):
         self.found: list[int] = []
 
     def lookup(self, *args: Any) -> Any:
-        found = super().lookup(*args)
-        self.found.append(found.plan.length)
-        return found
+        answer = super().lookup(*args)
+        self.found.append(answer.plan.length)
+        return answer
 
 
 @pytest.mark.parametrize(
@@ -231,23 +231,23 @@ def test_in_whole_runs(
     each = zip(PROMPTS, lengths, strict=True)
     texts = [[*p, *greedy(model, p, n)] for p, n in each]
     # Texts that a row may have had, what was proposed, and which of it was given.
-    found: list[tuple[list[list[int]], list[int], list[bool]]] = []
+    rounds: list[tuple[list[list[int]], list[int], list[bool]]] = []
     propose = DraftModelRows.propose
 
     def noted(self: DraftModelRows, round_: Round) -> Proposals:
-        made = propose(self, round_)
-        given = mx.zeros(made.tokens.shape, mx.bool_)
+        proposals = propose(self, round_)
+        meant = mx.zeros(proposals.tokens.shape, mx.bool_)
         if round_.given is not None:
-            given = round_.given.meant
-        arrays = round_.lengths, round_.tail, round_.active, made.tokens, given
+            meant = round_.given.meant
+        arrays = round_.lengths, round_.tail, round_.active, proposals.tokens, meant
         for n, tail, active, proposed, which in zip(
             *(a.tolist() for a in arrays), strict=True
         ):
             fits = [t for t in texts if n <= len(t) and t[:n][-2:] == tail]
             # One that was read late may have ended.
             if active and fits and texts[UNDRAFTED] not in fits:
-                found.append(([t[:n] for t in fits], proposed, which))
-        return made
+                rounds.append(([t[:n] for t in fits], proposed, which))
+        return proposals
 
     monkeypatch.setattr(DraftModelRows, "propose", noted)
     store = Store(memory=1 << 24, block_size=4)
@@ -267,11 +267,11 @@ def test_in_whole_runs(
     )  # fmt: skip
     drafted, accepted = drafts_of(rows)
     assert drafted / 4 < accepted < drafted
-    assert len(found) > 12
+    assert len(rounds) > 12
     assert max(store.found) == len(PROMPTS[3]) - 1
-    for had, proposed, given in found:
+    for had, proposed, meant in rounds:
         said = greedy_after(draft, had, [proposed] * len(had))
         assert any(
-            all(g or a == b for g, a, b in zip(given, proposed, s, strict=True))
+            all(g or a == b for g, a, b in zip(meant, proposed, s, strict=True))
             for s in said
         ), (had, proposed, said)

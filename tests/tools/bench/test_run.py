@@ -169,9 +169,9 @@ def test_a_report_is_the_same_when_made_anew(whole: Path, tmp_path: Path) -> Non
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
     assert result.exit_code == 0
     assert result.stdout == ""
-    made = sorted(file.name for file in tmp_path.iterdir())
-    assert made == ["raw.jsonl", "report.html", "report.md"]
-    for name in made:
+    report = sorted(file.name for file in tmp_path.iterdir())
+    assert report == ["raw.jsonl", "report.html", "report.md"]
+    for name in report:
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
     assert (tmp_path / "report.html").read_text("utf-8").count("<table>") == 1
 
@@ -189,8 +189,8 @@ def test_a_committed_report_is_that_of_its_raw_results(
     """``specdec report`` was not forgotten, and nobody edited it."""
     (tmp_path / "raw.jsonl").write_bytes((folder / "raw.jsonl").read_bytes())
     write_report(tmp_path)
-    made = (tmp_path / "report.md").read_text("utf-8")
-    assert made == (folder / "report.md").read_text("utf-8")
+    report = (tmp_path / "report.md").read_text("utf-8")
+    assert report == (folder / "report.md").read_text("utf-8")
 
 
 def test_a_report_has_all_that_it_promises(whole: Path) -> None:

@@ -67,10 +67,10 @@ def test_it_begins_with_the_weights_of_the_draft(
     draft = dequantize_model(load_draft(str(first), job.target).model)
     reference = job.student
     learnt: Any = tree_flatten(replace(reference, model=draft).parameters)
-    found: Any = dict(tree_flatten(reference.parameters))
-    assert found.keys() == dict(learnt).keys()
+    parameters: Any = dict(tree_flatten(reference.parameters))
+    assert parameters.keys() == dict(learnt).keys()
     for name, array in learnt:
-        assert mx.allclose(found[name], array, atol=1e-6), name
+        assert mx.allclose(parameters[name], array, atol=1e-6), name
     for name in ("kind", "widen", "block_size", "form"):
         if earlier.kind == "block" or name in ("kind", "widen"):
             assert getattr(job.options, name) == getattr(earlier, name)

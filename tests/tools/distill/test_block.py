@@ -68,9 +68,9 @@ def two_rows() -> Block:
     weights[0, 2:5], weights[0, 5:11], weights[1, 7:] = 0.2, 1.0, 1.0
     positions = np.flatnonzero(weights).astype(np.int32)
     padded = np.concatenate([positions, [0, 0]]).astype(np.int32)
-    kept = np.concatenate([weights.reshape(-1)[positions], [0, 0]])
+    chosen = np.concatenate([weights.reshape(-1)[positions], [0, 0]])
     tokens = rng.integers(0, 90, (2, 16)).astype(np.int32)
-    return Block(tokens, padded, kept.astype(np.float32), 27)
+    return Block(tokens, padded, chosen.astype(np.float32), 27)
 
 
 def student_of(target: LoadedModel, form: str) -> BlockStudent:
@@ -134,8 +134,8 @@ class Defined:
     @staticmethod
     def log_softmax(z: np.ndarray) -> np.ndarray:
         z = z - z.max(-1, keepdims=True)
-        found: np.ndarray = z - np.log(np.exp(z).sum(-1, keepdims=True))
-        return found
+        scores: np.ndarray = z - np.log(np.exp(z).sum(-1, keepdims=True))
+        return scores
 
     def logits(self, w: dict[str, np.ndarray], row: int, anchor: int) -> np.ndarray:
         args = self.made.head.args
@@ -144,18 +144,18 @@ class Defined:
         block = self.embedding[[tokens[anchor], *masks]]
         before = self.features[row, :anchor]
         states = published.block_states(w, before, block)[SIZE - self.made.slots :]
-        found: np.ndarray = states @ self.head.T
+        scores: np.ndarray = states @ self.head.T
         # What comes after the row's end weighs nothing.
         known = tokens[np.minimum(anchor + np.arange(self.made.slots), 15)]
         at = "candidate_selector."
         if at + "predecessor_codebook" in w:
             first = states @ w[at + "hidden_projection.weight"].T
             first = first * w[at + "predecessor_codebook"][known]
-            found = found + first @ w[at + "successor_codebook"].T
+            scores = scores + first @ w[at + "successor_codebook"].T
         if args.markov_rank:
             first = w["markov_head.markov_w1.weight"][known]
-            found = found + first @ w["markov_head.markov_w2.weight"].T
-        return found
+            scores = scores + first @ w["markov_head.markov_w2.weight"].T
+        return scores
 
     def loss(self, w: dict[str, np.ndarray], *, frozen: bool) -> float:
         """Weights by slots are those of the first call where they are ``frozen``."""
@@ -200,8 +200,8 @@ def test_gradients_are_those_of_the_definition(form: str) -> None:
     trainer: Any = SimpleNamespace(student=student, _loss=loss, _dtype=mx.float32)
     trainer.parameters = student.parameters
     lesson = student.lesson(block, student.see(block), np.random.default_rng((0, 7)))
-    found, gradients = Trainer._divergence(trainer, lesson, None)
-    np.testing.assert_allclose(float(found.loss), value, rtol=1e-4)
+    divergence, gradients = Trainer._divergence(trainer, lesson, None)
+    np.testing.assert_allclose(float(divergence.loss), value, rtol=1e-4)
     leaves: Any = tree_flatten(gradients)
     assert {name for name, _ in leaves} == w.keys()
     rng = np.random.default_rng(2)
@@ -255,9 +255,9 @@ def test_every_architecture_begins(arch: str) -> None:
     again = make_block_student(target, (0, 5), widen=2, block_size=SIZE)
     assert same(student.parameters, again.parameters)
     q = layers_of(target.model)[5].get("self_attn", {}).get("q_proj", {}).get("weight")
-    begun = student.head.layers[1].self_attn.q_proj.weight
-    taken = q is not None and bool(mx.array_equal(begun, q))
-    assert taken is (arch in ("llama", "qwen2", "qwen3"))
+    weight = student.head.layers[1].self_attn.q_proj.weight
+    is_copied = q is not None and bool(mx.array_equal(weight, q))
+    assert is_copied is (arch in ("llama", "qwen2", "qwen3"))
     block = two_rows()
     lesson = student.lesson(block, student.see(block), np.random.default_rng(0))
     assert bool(mx.isfinite(lesson.states()).all())
@@ -373,8 +373,8 @@ def check_drafts(target: Path, folder: Path) -> None:
     for each in (None, draft):
         config = EngineConfig(num_draft_tokens=3 if each else 0)
         decoder = SpecDecoder(loaded, each, config=config)
-        found = decoder.generate(prompts, SamplingParams(max_tokens=24))
-        outputs.append([list(result.token_ids) for result in found])
+        results = decoder.generate(prompts, SamplingParams(max_tokens=24))
+        outputs.append([list(result.token_ids) for result in results])
     assert outputs[0] == outputs[1]
     assert decoder.stats.acceptance_rate > 0.15  # of a random head hardly any
 

@@ -19,7 +19,7 @@ SHAPES = Shapes(block_tokens=1536, max_row=512, chunk=64, prompt_weight=0.25)
 def documents(seed: int = 0) -> list[Document]:
     """Prompts that begin alike, each answered twice, and texts."""
     rng = random.Random(seed)
-    found = []
+    documents = []
     for i in range(40):
         prompt = (
             1,
@@ -29,11 +29,13 @@ def documents(seed: int = 0) -> list[Document]:
         )
         for kind in (GREEDY, SAMPLED):
             answer = tuple(rng.randrange(99) for _ in range(rng.randrange(1, 400)))
-            found.append(Document((*prompt, 1000 + i, *answer), len(prompt) + 1, kind))
+            documents.append(
+                Document((*prompt, 1000 + i, *answer), len(prompt) + 1, kind)
+            )
     for _ in range(5):
         text = tuple(rng.randrange(99) for _ in range(rng.randrange(2, 600)))
-        found.append(Document(text, 1, TEXT))
-    return found
+        documents.append(Document(text, 1, TEXT))
+    return documents
 
 
 def test_every_position_is_in_one_block() -> None:

@@ -48,9 +48,9 @@ def test_nothing_else_is_begun(
 
     def asking(*arguments: Any, **named: Any) -> Any:
         seen["begun"] += 1
-        found = real(*arguments, **named)
+        value = real(*arguments, **named)
         seen["finished"] += 1
-        return found
+        return value
 
     def check() -> None:
         if seen["begun"]:

@@ -66,8 +66,8 @@ def test_a_folder_that_mlx_lm_loads(
                 size = 64 if array.shape[-1] % 64 == 0 else 32
                 packed = mx.quantize(array, group_size=size, bits=bits)
                 stored = mx.dequantize(*packed, group_size=size, bits=bits)
-                found = named[job.student.prefix + name]
-                assert bool(mx.array_equal(found, stored)), name
+                stored_array = named[job.student.prefix + name]
+                assert bool(mx.array_equal(stored_array, stored)), name
     assert card["bits"] == bits
     run = ["run", "--target", str(target), "-p", "What is 2?", "-m", "12"]
     run += ["--ignore-chat-template", "--dtype", "float32"]
@@ -109,9 +109,9 @@ def test_layers_alone(tmp_path: Path, tied: bool, bits: int | None) -> None:
     )
     assert _bytes(sketch.model) == _bytes(draft.model)
     shared = {id(array) for _, array in _flat(model.model)}
-    own = [array for _, array in _flat(draft.model) if id(array) not in shared]
+    arrays = [array for _, array in _flat(draft.model) if id(array) not in shared]
     lent = [a for name, a in before.items() if "embed" in name or "lm_head" in name]
-    owned = sum(array.nbytes for array in own)
+    owned = sum(array.nbytes for array in arrays)
     assert owned == _bytes(draft.model) - sum(array.nbytes for array in lent)
     # Another type for the draft does not reach the target.
     load_draft(str(tmp_path / "alone"), model, dtype="bfloat16")

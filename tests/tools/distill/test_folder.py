@@ -89,10 +89,10 @@ def test_a_kill_at_any_call_leaves_one_draft_or_none(tmp_path: Path) -> None:
 
         if not killed_at(call, replace):
             break
-        found = contents(folder)
-        seen.append({repr(OLD): "old", repr(NEW): "new"}.get(repr(_as(found)), "none"))
+        names = contents(folder)
+        seen.append({repr(OLD): "old", repr(NEW): "new"}.get(repr(_as(names)), "none"))
         if seen[-1] == "none":
-            assert "config.json" not in found
+            assert "config.json" not in names
             with pytest.raises(ModelError, match=r"half written.*again, with --resume"):
                 read_card(folder)
         write_model(folder, NEW)
@@ -146,9 +146,9 @@ def read(folder: Path, **changes: Any) -> tuple[int, list[str]]:
     """The step gone on from, and what was said."""
     said: list[str] = []
     standard: dict[str, Any] = {"like": TREES, "say": said.append}
-    found = checkpoint.load(folder, IDENTITY, **(standard | changes))
-    assert found is not None
-    parameters, optimizer, progress = found
+    state = checkpoint.load(folder, IDENTITY, **(standard | changes))
+    assert state is not None
+    parameters, optimizer, progress = state
     assert same(parameters, TREES[0] | {"norm": mx.full(4, float(progress.step))})
     assert same(optimizer, TREES[1])
     return progress.step, said

@@ -113,13 +113,13 @@ def test_the_target_stays_as_it_is(target: Path, tmp_path: Path) -> None:
     """Embedding and head are its own arrays; layers were its own in the beginning."""
     job = Distillation(longer(options(target, tmp_path / "out"), 300), quietly)
     before = dict(weights(target))
-    begun = job.student.parameters
+    parameters = job.student.parameters
     job.run()
     assert same(dict(_flat(job.target.model)), before)
     learnt = weights(tmp_path / "out")
     name = "model.embed_tokens.weight"
     assert same(learnt[name], before[name])
-    assert not same(begun, job.student.parameters)
+    assert not same(parameters, job.student.parameters)
 
 
 def _flat(model: Any) -> Any:
@@ -283,8 +283,8 @@ def test_rounds_that_were_measured_are_not_measured_again(
         run(wanted)
     card = run(wanted)
     assert asked == [(2, 0.0), (2, 0.7), (1, 0.0), (1, 0.0)]
-    found = [(r["num_draft_tokens"], r["temperature"]) for r in card["rounds"]]
-    assert found == [(2, 0.0), (2, 0.7), (1, 0.0)]
+    settings = [(r["num_draft_tokens"], r["temperature"]) for r in card["rounds"]]
+    assert settings == [(2, 0.0), (2, 0.7), (1, 0.0)]
     assert json.loads((tmp_path / "out" / "distill.json").read_text()) == card
     # Another training has rounds of its own.
     run(longer(wanted, 900))

@@ -89,8 +89,8 @@ def test_joined_mlps_add_up() -> None:
     x = mx.random.normal((1, 4, 64), key=mx.random.key(0))
     for place, joined in ((0, (0, 1, 2)), (1, (3, 4, 5))):
         wanted = sum(source[i]["mlp"](x) for i in joined)
-        found = student.model["model"]["layers"][place]["mlp"](x)
-        np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-3)
+        output = student.model["model"]["layers"][place]["mlp"](x)
+        np.testing.assert_allclose(output, wanted, rtol=2e-4, atol=2e-3)
 
 
 def test_layers_to_choose() -> None:
@@ -148,5 +148,5 @@ def test_rounding_is_that_of_storing() -> None:
 
 
 def leaves(tree: Any) -> list[tuple[str, mx.array]]:
-    found: Any = tree_flatten(tree)
-    return list(found)
+    leaves: Any = tree_flatten(tree)
+    return list(leaves)
