@@ -111,8 +111,8 @@ def test_run_writes_results_by_turn(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     heads = [line for line in done.stdout.split("\n") if line.startswith("== [")]
     assert heads == ["== [0.0] One", "== [0.1] Two", "== [1] Three"]
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {(r["index"], r.get("turn"), r.get("id")) for r in lines} == {
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {(r["index"], r.get("turn"), r.get("id")) for r in records} == {
         (0, 0, "a"), (0, 1, "a"), (1, None, None),
     }  # fmt: skip
     refused = CliRunner().invoke(

@@ -25,6 +25,7 @@ from specdec.spec_decode import (
     Proposals,
     Round,
 )
+from specdec.spec_decode.chain import continued
 from specdec.spec_decode.draft_model import DraftModelRows
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, VOCAB, drafts_of, exact, greedy
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -246,3 +247,13 @@ def test_the_smaller_context_holds(
     first, second = Oracle({}), Oracle({})
     first.context_length, second.context_length = contexts
     assert ChainDrafter(first, second).context_length == chained
+
+
+def test_the_second_goes_on_where_the_first_ends() -> None:
+    """What it proposes beyond the first's end counts."""
+    first = Proposals(mx.array([[1, 2], [3, 4]]), lengths=mx.array([1, 0]))
+    second = Proposals(mx.array([[5, 6], [7, 8]]), lengths=mx.array([2, 1]))
+    both = continued(first, second, VOCAB)
+    assert both.tokens.tolist() == [[1, 6], [7, 8]]
+    assert both.lengths is not None
+    assert both.lengths.tolist() == [2, 1]
