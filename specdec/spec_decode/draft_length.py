@@ -193,19 +193,24 @@ class Acceptance:
         """Learn from a round."""
         counts: list[list[int]] = []
         if timing.num_draft_tokens:
-            survival = self.survival(timing.num_draft_tokens)
+            tokens = tokens_per_round(self.survival(timing.num_draft_tokens))
             for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):
                 # Those that decode now are the last; the others fall out in time.
                 seen, expected = self._rows.pop(row, (ALIKE, ALIKE))
-                self._rows[row] = seen + n, expected + sum(survival[:limit])
+                self._rows[row] = seen + n, expected + tokens[limit] - 1
             for row in list(self._rows)[: -1024 - len(timing.rows)]:
                 del self._rows[row]
             reached = [min(limit, n + 1) for limit, n in timing.accepted]
             counts = [[0, 0] for _ in range(max(reached, default=0))]
             for (_, accepted), most in zip(timing.accepted, reached, strict=True):
-                for j in range(most):
-                    counts[j][0] += 1
-                    counts[j][1] += j < accepted
+                if most:
+                    counts[most - 1][0] += 1
+                if accepted:
+                    counts[accepted - 1][1] += 1
+            # What a row reached or accepted, it did at the positions before, too.
+            for before, after in zip(counts[-2::-1], counts[:0:-1], strict=True):
+                before[0] += after[0]
+                before[1] += after[1]
         for position in self._positions:
             position.fade(seen=bool(counts))
         for j, (trials, right) in enumerate(counts):
@@ -810,13 +815,16 @@ class AutoLength:
     ) -> dict[int, float]:
         """Expected tokens in the time of a plain round, by k."""
         tokens = tokens_per_round(self.acceptance.survival(ks[-1], doubt=doubt))
-        of_rows = self._of_last_row if len(state.left) > 1 else self._of_mean_row
+        if len(state.left) > 1:
+            of_rows = self._of_last_row(state, ks, tokens)
+        else:
+            of_rows = [self._of_mean_row(state, k, tokens) for k in ks]
         waiting = not state.left and len(state.room) > 1
         apart = APART * self.costs.join_rounds if waiting else 0.0
+        relative = self.costs.relative
         return {
-            k: of_rows(state, k, tokens)
-            / (self.costs.relative(state.num_rows, k, doubt=doubt) + (k > 0) * apart)
-            for k in ks
+            k: n / (relative(state.num_rows, k, doubt=doubt) + (k > 0) * apart)
+            for k, n in zip(ks, of_rows, strict=True)
         }
 
     def _of_mean_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
@@ -825,16 +833,27 @@ class AutoLength:
             return tokens[k]
         return sum(tokens[min(k, r)] for r in state.room) / len(state.room)
 
-    def _of_last_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
-        """How many times sooner, in rounds, the last row ends with rounds of k."""
-        if not k:
-            return 1.0
-        more = tokens[k] - 1
-        rounds = max(
-            n / (1 + min(k, room, self.acceptance.of_row(row) * more))
+    def _of_last_row(
+        self, state: BatchState, ks: Sequence[int], tokens: Sequence[float]
+    ) -> list[float]:
+        """How many times sooner, in rounds, the last row ends with rounds of each k."""
+        most, plain = tokens[-1] - 1, max(state.left.values())
+        of_row = self.acceptance.of_row
+        rows = [
+            (n, room, of_row(row))
             for (row, n), room in zip(state.left.items(), state.room, strict=True)
-        )
-        return max(state.left.values()) / rounds
+        ]
+        # Nearly always, any k's last row is the last at the largest k, or without.
+        late = [
+            n / (1 + (more if (more := f * most) < room else room))
+            for n, room, f in rows
+        ]
+        last = rows[late.index(max(late))], max(rows)
+        return [
+            plain
+            / max(n / (1 + min(k, room, f * (tokens[k] - 1))) for n, room, f in last)
+            for k in ks
+        ]
 
     def _newest(self, state: BatchState) -> tuple[int, int, int]:
         """k of the last round dispatched; rounds in a row with it; those timed."""
