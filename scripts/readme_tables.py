@@ -75,14 +75,19 @@ THEIRS = "head over mlx-lm: GSM8K, HumanEval"
 PLAIN = "no draft over mlx-lm: GSM8K, HumanEval"
 
 TABLES = {
-    "h100-jobs": Table(
-        "one H100, whole jobs",
+    "h200-jobs": Table(
+        "one H200, whole jobs, head over no draft",
         (1, 8, 32),
-        (
-            Row(UNLIKE, "jobs-mixed-h100", True, "no draft"),
-            Row(LIKE, "jobs-smollm2-h100", True, "no draft"),
-            Row(THEIRS, "jobs-smollm2-h100", True, "mlx-lm"),
-            Row(PLAIN, "jobs-smollm2-h100", False, "mlx-lm"),
+        tuple(
+            Row(label, "jobs-h200.json", True, "no draft", prompts)
+            for label, prompts in (
+                (
+                    "kinds of prompts that it was not trained on",
+                    "64 prompts of new kinds",
+                ),
+                ("HumanEval", "HumanEval"),
+                ("a mix of these, GSM8K and letters", "mixed with GSM8K"),
+            )
         ),
     ),
     "cpu-jobs": Table(
@@ -159,7 +164,10 @@ def render(table: Table, root: str) -> str:
         for row, ratios in zip(table.rows, cells, strict=True)
     ]
     header = [f"{n} row{'s' * (n > 1)}" for n in table.batches]
-    links = [f"[{name}]({root}benchmarks/results/{page_of(name)})" for name in sources]
+    links = [
+        f"[{name.removesuffix('.json')}]({root}benchmarks/results/{page_of(name)})"
+        for name in sources
+    ]
     counts = sorted({len(each) for ratios in cells for each in ratios})
     passes = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
     text = markdown_table([table.title, *header], rows)

@@ -40,8 +40,8 @@ def test_numbers_are_those_of_the_reports() -> None:
 
 
 def _column(row: Any) -> int:
-    if row.prompts is not None:  # over no draft; over mlx-lm; no draft over mlx-lm
-        return 5 if row.over == "no draft" else 6 if row.drafts else 7
+    if row.prompts is not None:
+        return 5
     return 3 if row.over == "no draft" else 4
 
 
