@@ -90,34 +90,45 @@ def takes(queries: mx.array, cache: Arrays, new: Arrays) -> bool:
 
 
 def _agrees(form: Form) -> bool:
-    """Whether writes and attention, in turns in one graph, agree with MLX's writes."""
+    """Whether writes and attention, in turns in one graph, agree with MLX's writes.
+
+    Each stage is computed before the next: a device that waits for the host in a graph
+    may wait forever.
+    """
     size, dtype = form
     seen, scale = mx.ones((2, 1, 2, 40), mx.bool_), size**-0.5
+    y, *drawn = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+        for i, shape in enumerate([(2, 4, 2, size), *[(2, 2, 40, size)] * 2])
+    )
+    all_slots = [mx.array([[2 * i, 2 * i + 1], [20 + i, 21 + i]]) for i in range(8)]
+    mx.eval(y, drawn)
+    with mx.stream(mx.cpu):  # where MLX's operations are compiled already
+        caches = [[array + 0 for array in drawn]]
+        mx.eval(caches)
 
-    def usual(
-        queries: mx.array, cache: Arrays, new: Arrays, slots: mx.array
-    ) -> tuple[mx.array, Arrays]:
-        index = slots[:, None, :, None]
-        with mx.stream(mx.cpu):  # where MLX's operations are compiled already
-            pairs = zip(cache, new, strict=True)
-            return queries, tuple(
-                mx.put_along_axis(a, index, b, axis=2) for a, b in pairs
-            )
-
-    results = []
-    for how in (write, usual):
-        y, *cache = (
-            mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
-            for i, shape in enumerate([(2, 4, 2, size), *[(2, 2, 40, size)] * 2])
+    asked, cache = [y], tuple(drawn)
+    for slots in all_slots:
+        out, cache = write(
+            asked[-1], cache, (asked[-1][:, :2], asked[-1][:, 2:]), slots
         )
-        held = tuple(cache)
-        for i in range(8):
-            slots = mx.array([[2 * i, 2 * i + 1], [20 + i, 21 + i]])
-            y, held = how(y, held, (y[:, :2], y[:, 2:]), slots)
-            y = decode_attention.attention(y, held[0], held[1], scale, seen)
-        results.append([y, *held])
+        asked.append(decode_attention.attention(out, cache[0], cache[1], scale, seen))
+    mx.eval(asked, cache)
+
     with mx.stream(mx.cpu):
-        return all(mx.array_equal(a, b).item() for a, b in zip(*results, strict=True))
+        for y, slots in zip(asked, all_slots, strict=False):
+            index = slots[:, None, :, None]
+            new = zip(caches[-1], (y[:, :2], y[:, 2:]), strict=True)
+            caches.append([mx.put_along_axis(a, index, b, axis=2) for a, b in new])
+        mx.eval(caches)
+    wanted = [
+        decode_attention.attention(y, keys, values, scale, seen)
+        for y, (keys, values) in zip(asked, caches[1:], strict=False)
+    ]
+    mx.eval(wanted)
+    with mx.stream(mx.cpu):
+        pairs = zip([*wanted, *caches[-1]], [*asked[1:], *cache], strict=True)
+        return all(mx.array_equal(a, b).item() for a, b in pairs)
 
 
 proven = Proofs[Form]("cache write", _agrees, decode_attention.proven.supports)
