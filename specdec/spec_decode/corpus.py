@@ -236,9 +236,11 @@ def _look_up(
     size = mx.where(size >= SHORTEST, size, 0)
     # The longest, and of these the newest.
     age = (ends[:, None] - ways - 1) % capacity
-    best = mx.argmax(size * capacity - age, axis=1, keepdims=True)
-    size = mx.take_along_axis(size, best, axis=1)[:, 0]
-    last = mx.take_along_axis(ways, best, axis=1)
+    # The best one's size and place are in its key: on CUDA, MLX takes five seconds to
+    # compile what picks them.
+    best = (size * capacity - age).max(axis=1)
+    size = (best + capacity - 1) // capacity
+    last = ((ends - 1 - size * capacity + best) % capacity)[:, None]
     following = at(last + 1 + mx.arange(k))
     there = mx.cumprod((following >= 0).astype(mx.int32), axis=1)
     count = mx.where(size > 0, there.sum(axis=1), 0)
