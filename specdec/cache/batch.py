@@ -246,6 +246,7 @@ class BatchCache(CacheCore):
             CacheError: bits or group size are not supported, or do not fit.
         """
         packed = self._like(self.batch_size, bits=bits, group_size=group_size)
+        self._settle()
         codec, arrays = self._storage.codec, self._storage.arrays
         if arrays is not None:
             packed._storage.arrays = packed._storage.codec.encode(*codec.dense(arrays))

@@ -390,8 +390,17 @@ class CacheCore:
         if self.ring is not None:
             self.ring.check(num_tokens, longest)
         if capacity > before:
+            self._settle()
             self._storage.grow(capacity)
         return after
+
+    def _settle(self) -> None:
+        """Hand over what was written in place, before the arrays are copied.
+
+        MLX does not know that a copy has to wait for it, unless it begins later.
+        """
+        if self._options["in_place"] and self._storage.arrays is not None:
+            mx.async_eval(self._storage.arrays)
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         self._count(num_tokens, longest)

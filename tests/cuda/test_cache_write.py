@@ -201,6 +201,35 @@ def test_what_no_attention_asked_for_is_written(
     assert mx.array_equal(keys[0, 0, :6, 0], mx.array([1, 1, 1, 2, 2, 2]))
 
 
+@pytest.mark.parametrize("copied", ["grown", "packed"])
+def test_a_copy_begins_after_what_was_written_in_place(
+    monkeypatch: pytest.MonkeyPatch, copied: str
+) -> None:
+    """A draft's cache may grow between two tokens of a round.
+
+    The copy is no attention: handed over with the write, it could miss the write.
+    """
+    written(monkeypatch)
+    cache, more = BatchKVCache(1, in_place=True), mx.ones((1, 2, 255, 64))
+    cache.update_and_fetch(more, more)
+    one = more[:, :, :1]
+    unwritten, _ = cache.update_and_fetch(one, one)
+    unwritten.written(mx.zeros((1, 2, 1, 64)))
+    arrays, handed_over = cache.arrays, list[mx.array]()
+    usual = mx.async_eval
+
+    def begin(arrays: Any) -> None:
+        handed_over.extend(arrays)
+        usual(arrays)
+
+    monkeypatch.setattr(mx, "async_eval", begin)
+    if copied == "grown":
+        cache.update_and_fetch(one, one)
+    else:
+        cache.to_quantized()
+    assert [id(a) for a in handed_over] == [id(a) for a in arrays]
+
+
 def test_draft_heads_are_not_written_so(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
