@@ -34,11 +34,13 @@ _MMA = """
 #: ends[i]. So one kernel serves any number of parts, and has one output: each output
 #: takes MLX time to launch.
 WRITE = """
-        if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
+        const float added = bias_ndim == 1 ? static_cast<float>(bias[at]) : 0.0f;
         int left = 0, right = ends[0];
         for (int i = 1; at >= right; ++i) left = right, right = ends[i];
+        // Of a row:
         const size_t rows = M, row = m;
-        out[rows * left + row * (right - left) + (at - left)] = static_cast<T>(sum);
+        out[rows * left + row * (right - left) + (at - left)] =
+            static_cast<T>(sum + added);
 """
 
 

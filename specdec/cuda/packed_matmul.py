@@ -24,6 +24,7 @@ import mlx.nn as nn
 
 from . import choices
 from . import packed_matmul_source as text
+from .kernel_files import architecture
 from .kernels import (
     TYPES,
     WRITE,
@@ -53,6 +54,8 @@ LONGEST_ALONE = 16384
 # TILE where there are no more; each is its own kernel. A block has at most WARPS warps,
 # each for COLUMNS columns of the result.
 TILE, WIDEST, COLUMNS, WARPS = 8, 8, 32, 8
+# With more rows, a Hopper's block takes one of these times TILE.
+MANY = (12, 16, 20)
 # K is split into pieces until there are ALL_WARPS warps: eight for each of an H200's
 # multiprocessors. A piece has at least two turns.
 ALL_WARPS = 1056
@@ -71,8 +74,31 @@ FEW_PAIRS, EXPERT_WIDE, WIDE_WARPS = 12, 4, 4
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
     return cuda_kernel(
         f"packed_{bits}_{TYPES[dtype]}",
-        _source(text.ROWS, WRITE),
+        _source(text.ROWS, WRITE, text.BY_WARPS),
         ("x", "weight", "scales", "biases", "bias", "ends"),
+        ("out",),
+        header=_header(dtype, bits),
+    )
+
+
+@cache
+def _many_kernel(dtype: mx.Dtype, bits: int, wide: int) -> Any:
+    header = _header(dtype, bits) + text.together(TYPES[dtype], wide)
+    return cuda_kernel(
+        f"packed_many_{bits}_{TYPES[dtype]}",
+        _source(text.ROWS, WRITE, text.BY_FOUR_WARPS),
+        ("x", "arranged", "weight", "scales", "biases", "bias", "ends"),
+        ("out",),
+        header=header,
+    )
+
+
+@cache
+def _arranging(dtype: mx.Dtype, bits: int) -> Any:
+    return cuda_kernel(
+        f"packed_arrange_{bits}_{TYPES[dtype]}",
+        text.ARRANGE,
+        ("x",),
         ("out",),
         header=_header(dtype, bits),
     )
@@ -93,15 +119,26 @@ def _expert_kernel(dtype: mx.Dtype, bits: int, gated: bool, shared: bool) -> Any
     name = "packed_experts" + "_gated" * gated + "_shared" * shared
     return cuda_kernel(
         f"{name}_{bits}_{TYPES[dtype]}",
-        _source(rows, write, gated=gated, shared=shared),
+        _source(rows, write, text.BY_WARPS, gated=gated, shared=shared),
         ("x", "indices", *arrays),
         ("out",),
         header=_header(dtype, bits),
     )
 
 
-def _source(rows: str, write: str, *, gated: bool = False, shared: bool = False) -> str:
-    source = text.SOURCE.replace("@ROWS@", rows).replace("@WRITE@", write)
+def _source(
+    rows: str,
+    write: str,
+    products: str,
+    *,
+    gated: bool = False,
+    shared: bool = False,
+) -> str:
+    source = text.SOURCE.replace("@PRODUCTS@", products)
+    column, _, cell = write.rpartition("// Of a row:\n")
+    sums = text.SUMS.replace("@COLUMN@", column).replace("@CELL@", cell)
+    source = source.replace("@SUMS@", sums)
+    source = source.replace("@ROWS@", rows).replace("@WRITE@", write)
     source = source.replace("@GATED@", str(int(gated)))
     source = source.replace("@SHARED@", str(int(shared)))
     return source.replace("@MOST_PAIRS@", str(MOST_PAIRS))
@@ -131,6 +168,7 @@ def product(
     group_size: int,
     ends: tuple[int, ...] = (),
     pieces: int | None = None,
+    wide: int | None = None,
 ) -> list[mx.array]:
     """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
 
@@ -158,14 +196,18 @@ def product(
     few = rows <= TILE
     # Of few rows, a block's warps take the pieces; of more, each block has one piece.
     warps, across, blocks = (pieces, 1, 1) if few else (WARPS, WARPS, pieces)
-    wide = 1 if few else WIDEST
+    if wide is None:
+        wide = 1 if few else _tiles(rows)
     ends = ends or (columns,)
     shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = scales if bias is None else bias
     limits = last_columns(ends)
-    (out,) = _kernel(x.dtype, bits)(
-        inputs=[x, weight, scales, biases, added, limits],
+    inputs = [x, weight, scales, biases, added, limits]
+    if wide > WIDEST:
+        inputs.insert(1, _arranged(x, bits, wide))
+    (out,) = _kernel_of(x.dtype, bits, wide)(
+        inputs=inputs,
         template=[
             ("T", x.dtype),
             ("BITS", bits),
@@ -173,7 +215,7 @@ def product(
             ("WIDE", wide),
             ("WARPS", WARPS),
             ("IN_TURN", 0),
-            ("EIGHTS", _by_eights(scales.shape[1])),
+            ("EIGHTS", wide <= WIDEST and _by_eights(scales.shape[1])),
         ],
         grid=(
             -(-columns // (COLUMNS * across)) * 32 * warps,
@@ -195,6 +237,43 @@ def product(
             output_dtypes=[x.dtype],
         )
     return parts_of(out, x.shape, ends)
+
+
+def _tiles(rows: int) -> int:
+    """Tiles of x that a block takes, of more than one."""
+    if rows <= TILE * WIDEST or not _together():
+        return WIDEST
+    blocks = -(-rows // (TILE * MANY[-1]))
+    return next(wide for wide in MANY if TILE * wide * blocks >= rows)
+
+
+@cache
+def _together() -> bool:
+    """Whether four warps can multiply together: on Hopper."""
+    return architecture() == "sm_90a"
+
+
+def _kernel_of(dtype: mx.Dtype, bits: int, wide: int) -> Any:
+    return (
+        _many_kernel(dtype, bits, wide) if wide > WIDEST else _kernel(dtype, bits)
+    )
+
+
+def _arranged(x: mx.array, bits: int, wide: int) -> mx.array:
+    """x in the order in which :data:`text.BY_FOUR_WARPS` reads it."""
+    length, height = x.shape[-1], TILE * wide
+    blocks = -(-x.size // length // height)
+    steps = num_turns(length, bits) * (16 // bits)
+    (out,) = _arranging(x.dtype, bits)(
+        inputs=[x],
+        template=[("BITS", bits), ("WIDE", wide)],
+        grid=(-(-height // 32) * 32, steps, blocks),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(blocks, steps, 4, height, TILE)],
+        output_dtypes=[x.dtype],
+    )
+    arranged: mx.array = out
+    return arranged
 
 
 def expert_product(
@@ -313,17 +392,25 @@ def _unpacked(layer: nn.Module, x: mx.array) -> mx.array:
 
 def most_rows(layer: Any) -> float:
     """The most rows whose product with a quantized layer the kernel computes."""
-    kind, most = Kind.of(layer), TIMED_ROWS[0] - 1
+    kind = Kind.of(layer)
     if kind is None or kind.columns * kind.length > MOST_UNPACKED:
         return inf
-    for rows in TIMED_ROWS:
-        ours = choices.chosen(("packed rows", rows, *kind))
+    return _most_rows(lambda rows: choices.chosen(("packed rows", rows, *kind)))
+
+
+def _most_rows(faster: Callable[[int], bool | None]) -> int:
+    """The most rows of TIMED_ROWS at which the kernel is faster, by halving.
+
+    ``None``: it is not known.
+    """
+    few, many = 0, len(TIMED_ROWS)
+    while few < many:
+        middle = (few + many) // 2
+        ours = faster(TIMED_ROWS[middle])
         if ours is None:
             return MOST_ROWS
-        if not ours:
-            break
-        most = rows
-    return most
+        few, many = (middle + 1, many) if ours else (few, middle)
+    return TIMED_ROWS[few - 1] if few else TIMED_ROWS[0] - 1
 
 
 class Form(NamedTuple):
@@ -457,7 +544,9 @@ def choose(layers: Sequence[Any]) -> None:
             bits=kind.bits,
         )
 
-    def compare(name: choices.Kind, rows: int, other: Any, *, usual: bool) -> None:
+    def compare(
+        name: choices.Kind, rows: int, other: Any, *, usual: bool
+    ) -> bool | None:
         x = mx.ones((rows, kind.length), kind.dtype)
         # MLX may hold all that a chain unpacks, and unpacks a matrix once for a graph.
         count = choices.PRODUCTS if rows == 1 else min(MOST_HELD, len(some))
@@ -466,12 +555,16 @@ def choose(layers: Sequence[Any]) -> None:
             for each in (ours, other)
         )
         choices.choose((*name, *kind), [(by_ours, by_other)], usual=usual)
+        return choices.chosen((*name, *kind))
 
     if not kind.long:
         compare(("packed row",), 1, theirs, usual=_usual_alone(kind))
     if kind.columns * kind.length <= MOST_UNPACKED:
-        for rows in TIMED_ROWS:
-            compare(("packed rows", rows), rows, _unpacked, usual=rows <= MOST_ROWS)
+        _most_rows(
+            lambda rows: compare(
+                ("packed rows", rows), rows, _unpacked, usual=rows <= MOST_ROWS
+            )
+        )
 
 
 def proofs_of(layers: Iterable[Any]) -> list[Callable[[], bool]]:

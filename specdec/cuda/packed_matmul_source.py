@@ -79,6 +79,65 @@ _BYTES_HALF = """
 """
 
 
+# What BY_FOUR_WARPS calls. A product's x lies in shared memory without gaps: a row's
+# eight k, 16 bytes, are followed by the next row's.
+_TOGETHER = r"""
+#define SPECDEC_SHARED(at) static_cast<unsigned>(__cvta_generic_to_shared(at))
+#define SPECDEC_COPIES_BEGIN(arrived)                                       \
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"                     \
+               "fence.proxy.async.shared::cta;"                             \
+               :: "r"(SPECDEC_SHARED(&arrived)) : "memory")
+#define SPECDEC_COPY(to, from, arrived)                                     \
+  asm volatile(                                                             \
+      "{.reg .b64 t;"                                                       \
+      "mbarrier.arrive.expect_tx.shared::cta.b64 t, [%2], %3;"              \
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "  \
+      "[%0], [%1], %3, [%2];}"                                              \
+      :: "r"(SPECDEC_SHARED(to)), "l"(from), "r"(SPECDEC_SHARED(&arrived)), \
+         "n"(sizeof(to)) : "memory")
+#define SPECDEC_COPY_WAIT(arrived, turn)                                    \
+  asm volatile(                                                             \
+      "{.reg .pred p;AGAIN:"                                                \
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"               \
+      "@!p bra AGAIN;}"                                                     \
+      :: "r"(SPECDEC_SHARED(&arrived)), "r"(turn) : "memory")
+#define SPECDEC_PRODUCTS_BEGIN() asm volatile("wgmma.fence.sync.aligned;" ::: "memory")
+#define SPECDEC_PRODUCTS_END()                                              \
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory")
+#define SPECDEC_PRODUCTS_WAIT(n)                                            \
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(n) : "memory")
+#define SPECDEC_WRITTEN(d) asm volatile("" : @SUMS@ :: "memory")
+#define SPECDEC_PRODUCT(d, a, b)                                            \
+  asm volatile(                                                             \
+      "{.reg .pred p;setp.eq.u32 p, 0, 0;"                                  \
+      "wgmma.mma_async.sync.aligned.m64n@ROWS@k16.f32.@TYPE@.@TYPE@ {@OPERANDS@}, " \
+      "{@A@}, %@B@, p, 1, 1, 0;}"                                           \
+      : @SUMS@                                                              \
+      : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]),                 \
+        "l"(static_cast<unsigned long long>(                                \
+                (SPECDEC_SHARED(b) & 0x3FFFF) >> 4) |                       \
+            static_cast<unsigned long long>(@ROWS@) << 16 |                 \
+            static_cast<unsigned long long>(8) << 32))
+"""
+
+
+def together(dtype: str, wide: int) -> str:
+    """The header of BY_FOUR_WARPS, for numbers of PTX's type ``dtype``."""
+    sums = 4 * wide
+    operands = {
+        "@ROWS@": str(8 * wide),
+        "@TYPE@": dtype,
+        "@OPERANDS@": ",".join(f"%{i}" for i in range(sums)),
+        "@A@": ",".join(f"%{sums + i}" for i in range(4)),
+        "@B@": str(sums + 4),
+        "@SUMS@": ",".join(f'"+f"((d)[{i // 4}][{i % 4}])' for i in range(sums)),
+    }
+    header = _TOGETHER
+    for name, text in operands.items():
+        header = header.replace(name, text)
+    return header
+
+
 # How 16 bytes of weights are loaded. A warp loads 64 bytes of a row at a time. With 8
 # bits, whole lines of L2 take up to a fifth less time; with 4 bits a little more.
 _LOAD = """
@@ -239,9 +298,8 @@ SOURCE = """
         for (int c = 0; c < 4; ++c) sums[t][j][c] = 0.0f;
   };
 
-  // Multiplies a turn's weights. of_x(j, step): eight numbers of the thread's row of x,
-  // of the j-th eight rows, in the columns of a step.
-  auto multiply = [&](int turn, auto&& of_x) {
+  // Unpacks a turn's weights, for take(step, w): fragments of two products.
+  auto unpack = [&](int turn, auto&& take) {
     uint4 now[2][2];
     unsigned both[GROUPS];
     #pragma unroll
@@ -309,6 +367,17 @@ SOURCE = """
             SPECDEC_FMA(w[t][c / 2][c % 2 * 2 + i], q, scale[t][i], added[t][i]);
           }
         }
+      take(step, w);
+    }
+  };
+@PRODUCTS@"""
+
+# Of up to 64 rows, and of experts.
+BY_WARPS = """
+  // Multiplies a turn's weights. of_x(j, step): eight numbers of the thread's row of x,
+  // of the j-th eight rows, in the columns of a step.
+  auto multiply = [&](int turn, auto&& of_x) {
+    unpack(turn, [&](int step, const unsigned (&w)[2][2][4]) {
       #pragma unroll
       for (int some = 0; some < WIDE; some += TOGETHER) {
         if (WIDE > 1 && some >= used) continue;
@@ -323,7 +392,7 @@ SOURCE = """
           }
         }
       }
-    }
+    });
   };
 
   if constexpr (WIDE == 1) {
@@ -436,25 +505,129 @@ SOURCE = """
             before[t][j][c] = sums[t][j][c];
           }
       if (IN_TURN && piece + 1 < pieces) continue;
+      @SUMS@
+    }
+  }
+"""
+
+# Writes a warp's sums: of the rows that begin with ``tile``.
+SUMS = """
       #pragma unroll
       for (int t = 0; t < (GATED ? 1 : 2); ++t)
         #pragma unroll
-        for (int j = 0; j < WIDE; ++j)
+        for (int half = 0; half < 2; ++half) {
+          const int at = first + t * 16 + half * 8 + of_eight;
+          if (at >= N) continue;
+          @COLUMN@
           #pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            const int at = first + t * 16 + c / 2 * 8 + of_eight;
-            const int i = tile + j * 8 + part * 2 + c % 2;
-            if (at >= N || i >= count) continue;
-            const int m = row_of(i);
-            float sum = sums[t][j][c], up = sums[GATED][j][c];
-            if (shared) {
-              parts[static_cast<size_t>(m) * N + at] = sum;
-              continue;
+          for (int j = 0; j < WIDE; ++j)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              const int i = tile + j * 8 + part * 2 + c;
+              if (i >= count) continue;
+              const int m = row_of(i);
+              float sum = sums[t][j][half * 2 + c], up = sums[GATED][j][half * 2 + c];
+              if (shared) {
+                parts[static_cast<size_t>(m) * N + at] = sum;
+                continue;
+              }
+              @CELL@
             }
-            @WRITE@
-          }
-    }
+        }
+"""
+
+# Of more rows, on Hopper: four warps multiply their columns together (wgmma), and read
+# x from shared memory. It lies there as ``arranged`` does: for each step of two
+# products, the first and the second eight k of each, in 16 bytes for each row.
+BY_FOUR_WARPS = """
+  constexpr int SLOTS = 4;
+  __shared__ uint4 laid[SLOTS][4][8 * WIDE];
+  __shared__ unsigned long long arrived[SLOTS];
+  const int steps = (end - begin) * STEPS;
+  const uint4* const its_x =
+      reinterpret_cast<const uint4*>(arranged) +
+      (blockIdx.z * turns + begin) * STEPS * (32 * WIDE);
+  auto fetch = [&](int one) {
+    if (threadIdx.x == 0 && one < steps)
+      SPECDEC_COPY(laid[one % SLOTS], its_x + static_cast<size_t>(one) * (32 * WIDE),
+                   arrived[one % SLOTS]);
+  };
+  if (threadIdx.x == 0)
+    for (int i = 0; i < SLOTS; ++i) SPECDEC_COPIES_BEGIN(arrived[i]);
+  __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < SLOTS - 2; ++i) fetch(i);
+  start();
+  unsigned held[2][2][2][4];
+  int one = 0;
+  for (int turn = begin; turn < end; ++turn) {
+    unpack(turn, [&](int step, const unsigned (&w)[2][2][4]) {
+      // Weights of the step before are multiplied still.
+      auto& its = held[step % 2];
+      #pragma unroll
+      for (int t = 0; t < 2; ++t)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+          #pragma unroll
+          for (int c = 0; c < 4; ++c) its[t][half][c] = w[t][half][c];
+      __syncthreads();
+      // All have multiplied the step before the last, in whose place comes this one.
+      fetch(one + SLOTS - 2);
+      SPECDEC_COPY_WAIT(arrived[one % SLOTS], one / SLOTS % 2);
+      SPECDEC_PRODUCTS_BEGIN();
+      #pragma unroll
+      for (int t = 0; t < 2; ++t)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+          SPECDEC_PRODUCT(sums[t], its[t][half], laid[one % SLOTS][2 * half]);
+      SPECDEC_PRODUCTS_END();
+      SPECDEC_PRODUCTS_WAIT(1);
+      ++one;
+    });
   }
+  SPECDEC_PRODUCTS_WAIT(0);
+  SPECDEC_WRITTEN(sums[0]);
+  SPECDEC_WRITTEN(sums[1]);
+  constexpr int tile = 0;
+  @SUMS@
+"""
+
+# x as BY_FOUR_WARPS reads it. Columns beyond the last are zero; rows beyond are the last.
+ARRANGE = """
+  constexpr int TURN = 512 / BITS, STEPS = TURN / 32, ROWS = 8 * WIDE;
+  const int K = x_shape[x_ndim - 1], steps = (K + TURN - 1) / TURN * STEPS;
+  int M = 1;
+  for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
+  const int step = blockIdx.y, row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= ROWS) return;
+  const int m = blockIdx.z * ROWS + row;
+  const unsigned short* const from =
+      reinterpret_cast<const unsigned short*>(x) + static_cast<size_t>(min(m, M - 1)) * K;
+  unsigned of_parts[4][4];
+  #pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    const int at = step / STEPS * TURN + part * TURN / 4 + step % STEPS * 8;
+    const bool there = at < K;
+    unsigned pairs[4];
+    #pragma unroll
+    for (int c = 0; c < 4; ++c)
+      pairs[c] = there ? __ldg(from + at + 2 * c) |
+                             static_cast<unsigned>(__ldg(from + at + 2 * c + 1)) << 16
+                       : 0u;
+    const uint4 v = specdec_arranged<BITS>(
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+    of_parts[0][part] = v.x;
+    of_parts[1][part] = v.y;
+    of_parts[2][part] = v.z;
+    of_parts[3][part] = v.w;
+  }
+  uint4* const to =
+      reinterpret_cast<uint4*>(out) +
+      (static_cast<size_t>(blockIdx.z) * steps + step) * (4 * ROWS) + row;
+  #pragma unroll
+  for (int c = 0; c < 4; ++c)
+    to[c * ROWS] = make_uint4(of_parts[c][0], of_parts[c][1], of_parts[c][2],
+                              of_parts[c][3]);
 """
 
 # Which rows a block computes: count of them, the i-th being row_of(i) of the result,

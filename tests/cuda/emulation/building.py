@@ -40,9 +40,8 @@ TYPES = {
     mx.float32: "float",
     mx.float64: "double",
 }
-_MACRO = re.compile(
-    r"^[ \t]*#[ \t]*define[ \t]+SPECDEC_(?:MMA|FMA|LOAD)\((?:.*\\\n)*.*\n?", re.M
-)
+# Inline PTX: device.h has functions in its place.
+_MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+SPECDEC_\w+\((?:.*\\\n)*.*\n?", re.M)
 _PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.")
 _ELEMENTS = {"bf16": "__nv_bfloat16", "f16": "__half"}
 

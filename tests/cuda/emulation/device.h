@@ -236,3 +236,80 @@ void mma(D&& d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
 
 #define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1) \
   simt::mma<SPECDEC_MMA_TYPE>(d, a0, a1, a2, a3, b0, b1)
+
+// -- copies that are waited for --------------------------------------------------
+
+namespace simt {
+
+// Of one thread for its block. What is copied is there for those who wait for it.
+struct Copy {
+  const void* barrier;
+  void* to;
+  const void* from;
+  size_t size;
+  unsigned number;  // of the barrier's copies
+};
+inline Copy copies[16];
+
+inline Copy& copy_of(const void* barrier, int line) {
+  for (Copy& one : copies)
+    if (one.barrier == barrier) return one;
+  fault(line, "a copy without a barrier");
+  return copies[0];
+}
+inline void begin_copies(const void* barrier) {
+  for (Copy& one : copies)
+    if (!one.barrier || one.barrier == barrier) {
+      one = {barrier};
+      return;
+    }
+}
+inline void copy(void* to, const void* from, size_t size, const void* barrier,
+                 int line) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16)
+    fault(line, "a copy that is not aligned to 16 bytes");
+  memset(to, 0xff, size);
+  const unsigned number = copy_of(barrier, line).number + 1;
+  copy_of(barrier, line) = {barrier, to, from, size, number};
+}
+inline void wait_copy(const void* barrier, int parity, int line) {
+  Copy& one = copy_of(barrier, line);
+  if ((one.number + 1) % 2 != parity) fault(line, "a wait for a copy nobody asked for");
+  if (one.from) memcpy(one.to, one.from, one.size);
+  one.from = nullptr;
+}
+
+}  // namespace simt
+
+#define SPECDEC_COPIES_BEGIN(arrived) simt::begin_copies(&arrived)
+#define SPECDEC_COPY(to, from, arrived) \
+  simt::copy(to, from, sizeof(to), &arrived, __LINE__)
+#define SPECDEC_COPY_WAIT(arrived, turn) simt::wait_copy(&arrived, turn, __LINE__)
+
+// -- products of four warps: done at once ----------------------------------------
+
+#define SPECDEC_PRODUCTS_BEGIN()
+#define SPECDEC_PRODUCTS_END()
+#define SPECDEC_PRODUCTS_WAIT(n)
+#define SPECDEC_WRITTEN(d)
+
+namespace simt {
+
+// A warp's part of wgmma.mma_async.m64nNk16: b are the first eight k of all N, then the
+// others, without gaps.
+template <class T, int TILES>
+void together_multiply(float (&d)[TILES][4], const uint32_t (&a)[4], const uint4* b) {
+  const int row = lane() / 4, part = lane() % 4;
+  for (int j = 0; j < TILES; ++j) {
+    auto pair = [&](int half) {
+      uint32_t words[4];
+      memcpy(words, b + (half * TILES + j) * 8 + row, sizeof words);
+      return words[part];
+    };
+    mma<T>(d[j], a[0], a[1], a[2], a[3], pair(0), pair(1));
+  }
+}
+
+}  // namespace simt
+
+#define SPECDEC_PRODUCT(d, a, b) simt::together_multiply<SPECDEC_MMA_TYPE>(d, a, b)
