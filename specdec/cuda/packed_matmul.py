@@ -54,8 +54,8 @@ LONGEST_ALONE = 16384
 # TILE where there are no more; each is its own kernel. A block has at most WARPS warps,
 # each for COLUMNS columns of the result.
 TILE, WIDEST, COLUMNS, WARPS = 8, 8, 32, 8
-# With more rows, a Hopper's block takes one of these times TILE.
-MANY = (12, 16, 20)
+# Of more than MOST_APART rows, a Hopper's block takes one of MANY times TILE.
+MOST_APART, MANY = 64, (12, 16, 20)
 # K is split into pieces until there are ALL_WARPS warps: eight for each of an H200's
 # multiprocessors. A piece has at least two turns.
 ALL_WARPS = 1056
@@ -168,7 +168,7 @@ def product(
     group_size: int,
     ends: tuple[int, ...] = (),
     pieces: int | None = None,
-    wide: int | None = None,
+    together: bool | None = None,
 ) -> list[mx.array]:
     """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
 
@@ -182,6 +182,8 @@ def product(
         ends: the row of ``weight`` after which each stacked matrix ends.
         pieces: of K, at most WARPS, and as many as K has turns; ``None``:
             :func:`num_pieces`.
+        together: whether four warps multiply together; ``None``: on Hopper, for more
+            than MOST_APART rows. The bits are the same.
 
     Returns:
         One array (..., N), or one for each matrix, without gaps between its rows.
@@ -196,17 +198,21 @@ def product(
     few = rows <= TILE
     # Of few rows, a block's warps take the pieces; of more, each block has one piece.
     warps, across, blocks = (pieces, 1, 1) if few else (WARPS, WARPS, pieces)
-    if wide is None:
-        wide = 1 if few else _tiles(rows)
+    if together is None:
+        together = rows > MOST_APART and _together()
+    wide = _tiles(rows) if together else 1 if few else WIDEST
     ends = ends or (columns,)
     shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
     added = scales if bias is None else bias
     limits = last_columns(ends)
     inputs = [x, weight, scales, biases, added, limits]
-    if wide > WIDEST:
+    if together:
         inputs.insert(1, _arranged(x, bits, wide))
-    (out,) = _kernel_of(x.dtype, bits, wide)(
+        kernel = _many_kernel(x.dtype, bits, wide)
+    else:
+        kernel = _kernel(x.dtype, bits)
+    (out,) = kernel(
         inputs=inputs,
         template=[
             ("T", x.dtype),
@@ -215,7 +221,7 @@ def product(
             ("WIDE", wide),
             ("WARPS", WARPS),
             ("IN_TURN", 0),
-            ("EIGHTS", wide <= WIDEST and _by_eights(scales.shape[1])),
+            ("EIGHTS", not together and _by_eights(scales.shape[1])),
         ],
         grid=(
             -(-columns // (COLUMNS * across)) * 32 * warps,
@@ -240,9 +246,7 @@ def product(
 
 
 def _tiles(rows: int) -> int:
-    """Tiles of x that a block takes, of more than one."""
-    if rows <= TILE * WIDEST or not _together():
-        return WIDEST
+    """Tiles of x that a block takes where four warps multiply together."""
     blocks = -(-rows // (TILE * MANY[-1]))
     return next(wide for wide in MANY if TILE * wide * blocks >= rows)
 
@@ -253,12 +257,6 @@ def _together() -> bool:
     return architecture() == "sm_90a"
 
 
-def _kernel_of(dtype: mx.Dtype, bits: int, wide: int) -> Any:
-    return (
-        _many_kernel(dtype, bits, wide) if wide > WIDEST else _kernel(dtype, bits)
-    )
-
-
 def _arranged(x: mx.array, bits: int, wide: int) -> mx.array:
     """x in the order in which :data:`text.BY_FOUR_WARPS` reads it."""
     length, height = x.shape[-1], TILE * wide
@@ -267,8 +265,8 @@ def _arranged(x: mx.array, bits: int, wide: int) -> mx.array:
     (out,) = _arranging(x.dtype, bits)(
         inputs=[x],
         template=[("BITS", bits), ("WIDE", wide)],
-        grid=(-(-height // 32) * 32, steps, blocks),
-        threadgroup=(32, 1, 1),
+        grid=(wide * THREADS, -(-steps // (THREADS // TILE)), blocks),
+        threadgroup=(THREADS, 1, 1),
         output_shapes=[(blocks, steps, 4, height, TILE)],
         output_dtypes=[x.dtype],
     )

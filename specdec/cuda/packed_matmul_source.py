@@ -83,24 +83,29 @@ _BYTES_HALF = """
 # eight k, 16 bytes, are followed by the next row's.
 _TOGETHER = r"""
 #define SPECDEC_SHARED(at) static_cast<unsigned>(__cvta_generic_to_shared(at))
-#define SPECDEC_COPIES_BEGIN(arrived)                                       \
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"                     \
+#define SPECDEC_BARRIER(barrier, arrivals)                                  \
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"                    \
                "fence.proxy.async.shared::cta;"                             \
-               :: "r"(SPECDEC_SHARED(&arrived)) : "memory")
-#define SPECDEC_COPY(to, from, arrived)                                     \
+               :: "r"(SPECDEC_SHARED(&barrier)), "r"(arrivals) : "memory")
+#define SPECDEC_ARRIVE(barrier)                                             \
+  asm volatile("{.reg .b64 t;mbarrier.arrive.shared::cta.b64 t, [%0];}"     \
+               :: "r"(SPECDEC_SHARED(&barrier)) : "memory")
+#define SPECDEC_COPY(to, from, barrier)                                     \
   asm volatile(                                                             \
       "{.reg .b64 t;"                                                       \
       "mbarrier.arrive.expect_tx.shared::cta.b64 t, [%2], %3;"              \
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "  \
       "[%0], [%1], %3, [%2];}"                                              \
-      :: "r"(SPECDEC_SHARED(to)), "l"(from), "r"(SPECDEC_SHARED(&arrived)), \
+      :: "r"(SPECDEC_SHARED(to)), "l"(from), "r"(SPECDEC_SHARED(&barrier)), \
          "n"(sizeof(to)) : "memory")
-#define SPECDEC_COPY_WAIT(arrived, turn)                                    \
+#define SPECDEC_BARRIER_WAIT(barrier, turn)                                 \
   asm volatile(                                                             \
       "{.reg .pred p;AGAIN:"                                                \
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"               \
       "@!p bra AGAIN;}"                                                     \
-      :: "r"(SPECDEC_SHARED(&arrived)), "r"(turn) : "memory")
+      :: "r"(SPECDEC_SHARED(&barrier)), "r"(turn) : "memory")
+#define SPECDEC_FOLLOW() asm volatile("bar.sync 1, 256;" ::: "memory")
+#define SPECDEC_LEAD() asm volatile("bar.arrive 1, 256;" ::: "memory")
 #define SPECDEC_PRODUCTS_BEGIN() asm volatile("wgmma.fence.sync.aligned;" ::: "memory")
 #define SPECDEC_PRODUCTS_END()                                              \
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory")
@@ -540,24 +545,32 @@ SUMS = """
 # x from shared memory. It lies there as ``arranged`` does: for each step of two
 # products, the first and the second eight k of each, in 16 bytes for each row.
 BY_FOUR_WARPS = """
-  constexpr int SLOTS = 4;
+  constexpr int SLOTS = 4, FETCHER = 128;
   __shared__ uint4 laid[SLOTS][4][8 * WIDE];
-  __shared__ unsigned long long arrived[SLOTS];
+  __shared__ unsigned long long arrived[SLOTS], used_up[SLOTS];
   const int steps = (end - begin) * STEPS;
   const uint4* const its_x =
       reinterpret_cast<const uint4*>(arranged) +
       (blockIdx.z * turns + begin) * STEPS * (32 * WIDE);
   auto fetch = [&](int one) {
-    if (threadIdx.x == 0 && one < steps)
-      SPECDEC_COPY(laid[one % SLOTS], its_x + static_cast<size_t>(one) * (32 * WIDE),
-                   arrived[one % SLOTS]);
+    if (one >= steps) return;
+    const int slot = one % SLOTS, before = one - SLOTS;
+    if (before >= 0) SPECDEC_BARRIER_WAIT(used_up[slot], before / SLOTS % 2);
+    SPECDEC_COPY(laid[slot], its_x + static_cast<size_t>(one) * (32 * WIDE),
+                 arrived[slot]);
   };
-  if (threadIdx.x == 0)
-    for (int i = 0; i < SLOTS; ++i) SPECDEC_COPIES_BEGIN(arrived[i]);
+  if (threadIdx.x == FETCHER)
+    for (int i = 0; i < SLOTS; ++i) {
+      SPECDEC_BARRIER(arrived[i], 1);
+      SPECDEC_BARRIER(used_up[i], WARPS);
+    }
   __syncthreads();
-  #pragma unroll
-  for (int i = 0; i < SLOTS - 2; ++i) fetch(i);
+  if (threadIdx.x == FETCHER)
+    for (int i = 0; i < SLOTS - 2; ++i) fetch(i);
   start();
+  // The second half of the warps follows the first: one multiplies, the other unpacks.
+  const bool second_half = warp >= 4;
+  if (second_half) SPECDEC_FOLLOW();
   unsigned held[2][2][2][4];
   int one = 0;
   for (int turn = begin; turn < end; ++turn) {
@@ -570,10 +583,8 @@ BY_FOUR_WARPS = """
         for (int half = 0; half < 2; ++half)
           #pragma unroll
           for (int c = 0; c < 4; ++c) its[t][half][c] = w[t][half][c];
-      __syncthreads();
-      // All have multiplied the step before the last, in whose place comes this one.
-      fetch(one + SLOTS - 2);
-      SPECDEC_COPY_WAIT(arrived[one % SLOTS], one / SLOTS % 2);
+      if (threadIdx.x == FETCHER) fetch(one + SLOTS - 2);
+      SPECDEC_BARRIER_WAIT(arrived[one % SLOTS], one / SLOTS % 2);
       SPECDEC_PRODUCTS_BEGIN();
       #pragma unroll
       for (int t = 0; t < 2; ++t)
@@ -582,6 +593,8 @@ BY_FOUR_WARPS = """
           SPECDEC_PRODUCT(sums[t], its[t][half], laid[one % SLOTS][2 * half]);
       SPECDEC_PRODUCTS_END();
       SPECDEC_PRODUCTS_WAIT(1);
+      if (one == 0 && !second_half) SPECDEC_LEAD();
+      if (one > 0 && lane == 0) SPECDEC_ARRIVE(used_up[(one - 1) % SLOTS]);
       ++one;
     });
   }
@@ -598,36 +611,41 @@ ARRANGE = """
   const int K = x_shape[x_ndim - 1], steps = (K + TURN - 1) / TURN * STEPS;
   int M = 1;
   for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
-  const int step = blockIdx.y, row = blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= ROWS) return;
-  const int m = blockIdx.z * ROWS + row;
+  // A warp takes eight rows, four steps or twice two of each: whole lines of x.
+  const int lane = threadIdx.x % 32, its = lane / 8;
+  const int step = (blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32) * 4 + its;
+  const int row = blockIdx.x * 8 + lane % 8, m = blockIdx.z * ROWS + row;
+  if (step >= steps) return;
   const unsigned short* const from =
       reinterpret_cast<const unsigned short*>(x) + static_cast<size_t>(min(m, M - 1)) * K;
-  unsigned of_parts[4][4];
+  const bool together = reinterpret_cast<size_t>(x) % 16 == 0;
+  uint4 of_parts[4];
   #pragma unroll
   for (int part = 0; part < 4; ++part) {
     const int at = step / STEPS * TURN + part * TURN / 4 + step % STEPS * 8;
-    const bool there = at < K;
-    unsigned pairs[4];
-    #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      pairs[c] = there ? __ldg(from + at + 2 * c) |
-                             static_cast<unsigned>(__ldg(from + at + 2 * c + 1)) << 16
-                       : 0u;
-    const uint4 v = specdec_arranged<BITS>(
-        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-    of_parts[0][part] = v.x;
-    of_parts[1][part] = v.y;
-    of_parts[2][part] = v.z;
-    of_parts[3][part] = v.w;
+    uint4& v = of_parts[part];
+    v = make_uint4(0u, 0u, 0u, 0u);
+    if (at >= K) continue;
+    if (together) {
+      v = __ldg(reinterpret_cast<const uint4*>(from + at));
+    } else {
+      auto pair = [&](int i) {
+        return __ldg(from + at + i) | static_cast<unsigned>(__ldg(from + at + i + 1)) << 16;
+      };
+      v = make_uint4(pair(0), pair(2), pair(4), pair(6));
+    }
   }
+  #pragma unroll
+  for (int part = 0; part < 4; ++part)
+    of_parts[part] = specdec_arranged<BITS>(of_parts[part]);
   uint4* const to =
       reinterpret_cast<uint4*>(out) +
       (static_cast<size_t>(blockIdx.z) * steps + step) * (4 * ROWS) + row;
-  #pragma unroll
-  for (int c = 0; c < 4; ++c)
-    to[c * ROWS] = make_uint4(of_parts[c][0], of_parts[c][1], of_parts[c][2],
-                              of_parts[c][3]);
+  const uint4 (&v)[4] = of_parts;
+  to[0] = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
+  to[ROWS] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
+  to[2 * ROWS] = make_uint4(v[0].z, v[1].z, v[2].z, v[3].z);
+  to[3 * ROWS] = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
 """
 
 # Which rows a block computes: count of them, the i-th being row_of(i) of the result,

@@ -120,7 +120,6 @@ def test_many_rows_by_four_warps_together(
             hopper.setattr(packed_matmul, "_together", lambda: True)
             assert agrees(rows, columns, length, bits, group, dtype, bias=True)
             (found,) = product(x, weight, bias, bits, group)
-        assert packed_matmul._tiles(rows) == packed_matmul.WIDEST
         assert mx.array_equal(found, *product(x, weight, bias, bits, group)), rows
 
 
@@ -506,17 +505,23 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 MANY_FAULTS = {
     "the upper half again": ("laid[one % SLOTS][2 * half]", "laid[one % SLOTS][0]"),
     "the step before": ("laid[one % SLOTS][2 *", "laid[(one + 3) % SLOTS][2 *"),
+    "the first copy for all": ("static_cast<size_t>(one) * (32 * WIDE)", "0"),
     "weights of another product": ("its[t][half], laid", "its[t][0], laid"),
-    "no wait for a copy": ("SPECDEC_COPY_WAIT(arrived[one % SLOTS], one / SLOTS % 2);", ""),
-    "a wait for the copy before": ("one / SLOTS % 2", "(one / SLOTS + 1) % 2"),
-    "copied too soon": ("      __syncthreads();\n      // All", "      // All"),
+    "no wait for a copy": (
+        "SPECDEC_BARRIER_WAIT(arrived[one % SLOTS], one / SLOTS % 2);",
+        "",
+    ),
+    "a wait for the copy before": ("one / SLOTS % 2);", "(one / SLOTS + 1) % 2);"),
+    "copied too soon": ("if (before >= 0) SPECDEC_BARRIER_WAIT", "if (false) SPECDEC_BARRIER_WAIT"),
+    "not used up": ("if (one > 0 && lane == 0)", "if (one > 1 && lane == 0)"),
+    "used up by some": ("used_up[i], WARPS", "used_up[i], WARPS / 2"),
     "the first piece's x": ("* turns + begin) * STEPS", "* turns) * STEPS"),
     "the first rows' x": ("(blockIdx.z * turns", "(0 * turns"),
     "another step of x": ("step % STEPS * 8;", "step % 2 * 8;"),
     "x of other columns": ("part * TURN / 4 +", "part * TURN / 8 +"),
-    "columns of x in another order": ("of_parts[1][part] = v.y", "of_parts[1][part] = v.z"),
+    "columns of x in another order": ("v[0].y, v[1].y", "v[0].y, v[1].z"),
     "rows beyond x": ("min(m, M - 1)", "m"),
-    "columns beyond x": ("there = at < K;", "there = true;"),
+    "columns beyond x": ("if (at >= K) continue;", ""),
 }
 
 

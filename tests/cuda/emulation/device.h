@@ -237,61 +237,74 @@ void mma(D&& d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
 #define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1) \
   simt::mma<SPECDEC_MMA_TYPE>(d, a0, a1, a2, a3, b0, b1)
 
-// -- copies that are waited for --------------------------------------------------
+// -- barriers of phases, and copies that end one -----------------------------------
 
 namespace simt {
 
-// Of one thread for its block. What is copied is there for those who wait for it.
-struct Copy {
-  const void* barrier;
+// A phase ends with the last arrival, of a thread or a copy. What was copied is there
+// for those who wait for it; until then nothing is.
+struct Barrier {
+  const void* at;
+  unsigned expected, arrived, phase;
   void* to;
   const void* from;
   size_t size;
-  unsigned number;  // of the barrier's copies
 };
-inline Copy copies[16];
+inline Barrier barriers[16];
 
-inline Copy& copy_of(const void* barrier, int line) {
-  for (Copy& one : copies)
-    if (one.barrier == barrier) return one;
-  fault(line, "a copy without a barrier");
-  return copies[0];
+inline Barrier& barrier_at(const void* at, int line) {
+  for (Barrier& one : barriers)
+    if (one.at == at) return one;
+  fault(line, "a barrier that is none");
 }
-inline void begin_copies(const void* barrier) {
-  for (Copy& one : copies)
-    if (!one.barrier || one.barrier == barrier) {
-      one = {barrier};
+inline void begin_barrier(const void* at, unsigned expected) {
+  for (Barrier& one : barriers)
+    if (!one.at || one.at == at) {
+      one = {at, expected};
       return;
     }
 }
-inline void copy(void* to, const void* from, size_t size, const void* barrier,
-                 int line) {
+inline void arrive(const void* at, int line) {
+  Barrier& one = barrier_at(at, line);
+  if (++one.arrived < one.expected) return;
+  one.arrived = 0;
+  ++one.phase;
+}
+inline void copy(void* to, const void* from, size_t size, const void* at, int line) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16)
     fault(line, "a copy that is not aligned to 16 bytes");
+  Barrier& one = barrier_at(at, line);
   memset(to, 0xff, size);
-  const unsigned number = copy_of(barrier, line).number + 1;
-  copy_of(barrier, line) = {barrier, to, from, size, number};
+  one.to = to;
+  one.from = from;
+  one.size = size;
+  arrive(at, line);
 }
-inline void wait_copy(const void* barrier, int parity, int line) {
-  Copy& one = copy_of(barrier, line);
-  if ((one.number + 1) % 2 != parity) fault(line, "a wait for a copy nobody asked for");
+inline void wait_barrier(const void* at, unsigned parity, int line) {
+  Barrier& one = barrier_at(at, line);
+  until(&one.phase, parity, line);
   if (one.from) memcpy(one.to, one.from, one.size);
   one.from = nullptr;
 }
 
 }  // namespace simt
 
-#define SPECDEC_COPIES_BEGIN(arrived) simt::begin_copies(&arrived)
-#define SPECDEC_COPY(to, from, arrived) \
-  simt::copy(to, from, sizeof(to), &arrived, __LINE__)
-#define SPECDEC_COPY_WAIT(arrived, turn) simt::wait_copy(&arrived, turn, __LINE__)
+#define SPECDEC_BARRIER(barrier, arrivals) simt::begin_barrier(&barrier, arrivals)
+#define SPECDEC_ARRIVE(barrier) simt::arrive(&barrier, __LINE__)
+#define SPECDEC_BARRIER_WAIT(barrier, parity) \
+  simt::wait_barrier(&barrier, parity, __LINE__)
+#define SPECDEC_COPY(to, from, barrier) \
+  simt::copy(to, from, sizeof(to), &barrier, __LINE__)
 
-// -- products of four warps: done at once ----------------------------------------
+// -- products of four warps: done at once ------------------------------------------
 
 #define SPECDEC_PRODUCTS_BEGIN()
 #define SPECDEC_PRODUCTS_END()
 #define SPECDEC_PRODUCTS_WAIT(n)
 #define SPECDEC_WRITTEN(d)
+// Which half of the warps is first changes no result.
+#define SPECDEC_FOLLOW()
+#define SPECDEC_LEAD()
 
 namespace simt {
 

@@ -98,6 +98,27 @@ void all_together(int line) {
   pause();
 }
 
+void until(const unsigned* phase, unsigned parity, int line) {
+  if (*phase % 2 != parity) return;
+  me().wait = PHASE;
+  me().phase = phase;
+  me().parity = parity;
+  me().line = line;
+  pause();
+}
+
+// Whether a thread goes on whose barrier's phase has ended.
+bool free_phases() {
+  bool any = false;
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& one = fibers[i];
+    if (one.wait != PHASE || *one.phase % 2 == one.parity) continue;
+    one.wait = NOTHING;
+    any = true;
+  }
+  return any;
+}
+
 void together(Kind kind, unsigned mask, int line) {
   if (!(mask >> lane() & 1)) fault(line, "%s without its own lane", NAMES[kind]);
   me().wait = WARP;
@@ -162,7 +183,10 @@ bool free_block() {
     if (one.wait == ENDED || (one.line == shown[0] && one.wait == shown[1])) continue;
     shown[0] = one.line, shown[1] = one.wait;
     n += snprintf(text + n, sizeof text - n, "%s%u at %s of line %d", n ? ", " : "", i,
-                  one.wait == BLOCK ? "__syncthreads" : NAMES[one.kind], one.line);
+                  one.wait == BLOCK   ? "__syncthreads"
+                  : one.wait == PHASE ? "a barrier's phase"
+                                      : NAMES[one.kind],
+                  one.line);
   }
   fault(0, "a deadlock: thread %s", text);
 }
@@ -201,7 +225,7 @@ void run_block(bool backwards) {
         }
       } while (free_warp(first));
     }
-  } while (free_block());
+  } while (free_phases() || free_block());
 }
 
 // -- memory of arrays ---------------------------------------------------------

@@ -24,7 +24,7 @@ constexpr int MAX_NDIM = 10, WORDS = 6;
 
 // -- threads and what they wait for -------------------------------------------
 
-enum Wait : int { NOTHING, ENDED, BLOCK, WARP };
+enum Wait : int { NOTHING, ENDED, BLOCK, WARP, PHASE };
 enum Kind : int { SYNC, SHUFFLE, BALLOT, MMA };
 
 struct Fiber {
@@ -36,6 +36,8 @@ struct Fiber {
   uint32_t given[WORDS], seen[WORDS];
   double products[4];
   void (*multiply)(Fiber* warp);
+  const unsigned* phase;  // of a barrier, which is to be of the other parity
+  unsigned parity;
 };
 
 extern Fiber* fibers;
@@ -48,6 +50,8 @@ inline Fiber& peer(int lane) { return fibers[running / 32 * 32 + lane]; }
 // Wait for the block's threads, or the lanes of mask; then seen has what each gave.
 void all_together(int line);
 void together(Kind kind, unsigned mask, int line);
+// Wait until a barrier's phase of a parity has ended.
+void until(const unsigned* phase, unsigned parity, int line);
 
 // -- memory of arrays ---------------------------------------------------------
 
