@@ -54,8 +54,9 @@ LONGEST_ALONE = 16384
 # TILE where there are no more; each is its own kernel. A block has at most WARPS warps,
 # each for COLUMNS columns of the result.
 TILE, WIDEST, COLUMNS, WARPS = 8, 8, 32, 8
-# Of more than MOST_APART rows, a Hopper's block takes one of MANY times TILE.
-MOST_APART, MANY = 64, (12, 16, 20)
+# Of more than MOST_APART rows, a block takes one of MANY times TILE on Hopper, where
+# four warps can multiply together.
+MOST_APART, MANY, HOPPER = 64, (12, 16, 20), "sm_90a"
 # K is split into pieces until there are ALL_WARPS warps: eight for each of an H200's
 # multiprocessors. A piece has at least two turns.
 ALL_WARPS = 1056
@@ -182,8 +183,8 @@ def product(
         ends: the row of ``weight`` after which each stacked matrix ends.
         pieces: of K, at most WARPS, and as many as K has turns; ``None``:
             :func:`num_pieces`.
-        together: whether four warps multiply together; ``None``: on Hopper, for more
-            than MOST_APART rows. The bits are the same.
+        together: whether four warps multiply together; ``None``: for more than
+            MOST_APART rows, where that was found right. The bits are the same.
 
     Returns:
         One array (..., N), or one for each matrix, without gaps between its rows.
@@ -198,9 +199,11 @@ def product(
     few = rows <= TILE
     # Of few rows, a block's warps take the pieces; of more, each block has one piece.
     warps, across, blocks = (pieces, 1, 1) if few else (WARPS, WARPS, pieces)
+    tiles = _tiles(rows)
     if together is None:
-        together = rows > MOST_APART and _together()
-    wide = _tiles(rows) if together else 1 if few else WIDEST
+        form = Form(x.dtype, bits, group_size, eights=False, tiles=tiles)
+        together = rows > MOST_APART and proven.reached(form)
+    wide = tiles if together else 1 if few else WIDEST
     ends = ends or (columns,)
     shape = whole_shape(x.shape, ends)
     # A matrix in place of the bias stands for no bias, which saves compiling a kernel.
@@ -249,12 +252,6 @@ def _tiles(rows: int) -> int:
     """Tiles of x that a block takes where four warps multiply together."""
     blocks = -(-rows // (TILE * MANY[-1]))
     return next(wide for wide in MANY if TILE * wide * blocks >= rows)
-
-
-@cache
-def _together() -> bool:
-    """Whether four warps can multiply together: on Hopper."""
-    return architecture() == "sm_90a"
 
 
 def _arranged(x: mx.array, bits: int, wide: int) -> mx.array:
@@ -419,6 +416,7 @@ class Form(NamedTuple):
     group_size: int
     eights: bool  # see :func:`_by_eights`
     experts: bool = False
+    tiles: int = 0  # of MANY; 0: the kernels for few rows
 
 
 class Kind(NamedTuple):
@@ -462,6 +460,14 @@ class Kind(NamedTuple):
     def form(self) -> Form:
         eights = _by_eights(self.length // self.group_size)
         return Form(self.dtype, self.bits, self.group_size, eights, self.experts)
+
+    @property
+    def forms(self) -> list[Form]:
+        """All that products of such layers are tried for."""
+        many = Form(self.dtype, self.bits, self.group_size, eights=False)
+        if self.experts or architecture() != HOPPER:
+            return [self.form]
+        return [self.form, *(many._replace(tiles=tiles) for tiles in MANY)]
 
 
 def computes(layer: Any, x: mx.array) -> bool:
@@ -567,13 +573,17 @@ def choose(layers: Sequence[Any]) -> None:
 
 def proofs_of(layers: Iterable[Any]) -> list[Callable[[], bool]]:
     """The proofs that :func:`tried` asks for: one for each form of packed weights."""
-    return proven.of(kind and kind.form for kind in map(Kind.of, layers))
+    kinds = filter(None, map(Kind.of, layers))
+    return proven.of(form for kind in kinds for form in kind.forms)
 
 
 def tried(layer: Any) -> bool:
     """Whether the kernel computes a quantized layer's products; it is tried here."""
     kind = Kind.of(layer)
-    return kind is not None and proven(kind.form)
+    if kind is None:
+        return False
+    first, *_ = [proven(form) for form in kind.forms]
+    return first
 
 
 def _agree(form: Form) -> bool:
@@ -585,9 +595,10 @@ def _agree(form: Form) -> bool:
     """
     if form.experts:
         return _experts_agree(form)
+    heights = (TILE * form.tiles - 3,) if form.tiles else (0, 1, 5, 20)
     return all(
         _agrees(columns, rows, pieces, form)
-        for (columns, pieces), rows in product_of(_SIZES, (0, 1, 5, 20))
+        for (columns, pieces), rows in product_of(_SIZES, heights)
     )
 
 
@@ -601,7 +612,7 @@ def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
     No rows stand for one row that begins anywhere.
     """
     anywhere, rows = rows == 0, max(rows, 1)
-    dtype, bits, group_size, eights, _ = form
+    dtype, bits, group_size, eights, _, tiles = form
     # With one group more, K may end within a turn.
     length = group_size * (24 if eights else 25)
     x, dense, bias = (
@@ -615,7 +626,13 @@ def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
     if anywhere:
         x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]
     compute = partial(
-        product, x, packed, bits=bits, group_size=group_size, pieces=pieces
+        product,
+        x,
+        packed,
+        bits=bits,
+        group_size=group_size,
+        pieces=pieces,
+        together=tiles > 0,
     )
     whole, parts = compute(), compute(bias, ends=(8, 11, columns))
     both = (
@@ -631,7 +648,7 @@ def _experts_agree(form: Form) -> bool:
     With fewer pairs than experts and with more, and with more of one expert than a
     warp lists at once; for a row of x for each pair, or for each token.
     """
-    dtype, bits, group_size, eights, _ = form
+    dtype, bits, group_size, eights, *_ = form
     length, columns, experts = group_size * (24 if eights else 25), 72, 3
     shapes = ((40, 1, 1, length), (experts, columns, length))
     x, dense = (

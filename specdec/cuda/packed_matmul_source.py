@@ -605,7 +605,8 @@ BY_FOUR_WARPS = """
   @SUMS@
 """
 
-# x as BY_FOUR_WARPS reads it. Columns beyond the last are zero; rows beyond are the last.
+# x as BY_FOUR_WARPS reads it. Columns beyond the last are zero, and rows beyond the
+# last are the last.
 ARRANGE = """
   constexpr int TURN = 512 / BITS, STEPS = TURN / 32, ROWS = 8 * WIDE;
   const int K = x_shape[x_ndim - 1], steps = (K + TURN - 1) / TURN * STEPS;
@@ -616,8 +617,8 @@ ARRANGE = """
   const int step = (blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32) * 4 + its;
   const int row = blockIdx.x * 8 + lane % 8, m = blockIdx.z * ROWS + row;
   if (step >= steps) return;
-  const unsigned short* const from =
-      reinterpret_cast<const unsigned short*>(x) + static_cast<size_t>(min(m, M - 1)) * K;
+  const unsigned short* const from = reinterpret_cast<const unsigned short*>(x) +
+                                     static_cast<size_t>(min(m, M - 1)) * K;
   const bool together = reinterpret_cast<size_t>(x) % 16 == 0;
   uint4 of_parts[4];
   #pragma unroll
@@ -630,7 +631,8 @@ ARRANGE = """
       v = __ldg(reinterpret_cast<const uint4*>(from + at));
     } else {
       auto pair = [&](int i) {
-        return __ldg(from + at + i) | static_cast<unsigned>(__ldg(from + at + i + 1)) << 16;
+        return __ldg(from + at + i) |
+               static_cast<unsigned>(__ldg(from + at + i + 1)) << 16;
       };
       v = make_uint4(pair(0), pair(2), pair(4), pair(6));
     }

@@ -110,14 +110,14 @@ def test_any_number_of_rows_and_columns(dtype: mx.Dtype, bits: int, group: int) 
 def test_many_rows_by_four_warps_together(
     monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype, bits: int
 ) -> None:
-    """Rows, columns or a part of K are left out; a row's bits depend on their number."""
+    """Rows, columns or a part of K are left out; a row has other bits than of few."""
     for rows, columns, length, group in (
         (65, 300, 1600, 64), (100, 40, 192, 32), (161, 70, 640, 128), (330, 9, 96, 32)
     ):  # fmt: skip
         weight = packed(columns, length, bits, group, dtype)
         x, bias = drawn(rows, length, dtype=dtype), drawn(columns, dtype=dtype, seed=2)
         with monkeypatch.context() as hopper:
-            hopper.setattr(packed_matmul, "_together", lambda: True)
+            hopper.setattr(packed_matmul.proven, "reached", lambda form: True)
             assert agrees(rows, columns, length, bits, group, dtype, bias=True)
             (found,) = product(x, weight, bias, bits, group)
         assert mx.array_equal(found, *product(x, weight, bias, bits, group)), rows
@@ -219,10 +219,52 @@ def test_a_view_begins_anywhere(bits: int) -> None:
         Form(mx.float16, 8, 32, eights=True),
         Form(mx.bfloat16, 4, 64, eights=False, experts=True),
         Form(mx.float16, 8, 32, eights=True, experts=True),
+        Form(mx.bfloat16, 4, 64, eights=False, tiles=12),
+        Form(mx.float16, 8, 32, eights=False, tiles=20),
     ],
 )
 def test_proven(form: Form) -> None:
     assert packed_matmul.proven(form)
+
+
+@needs_compiler
+def test_four_warps_multiply_together_where_that_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another GPU cannot, or computes something else: its other kernel has to."""
+    layer = nn.QuantizedLinear(128, 32, group_size=64, bits=4)
+    layer.set_dtype(mx.bfloat16)
+    x, asked = drawn(90, 128), list[int]()
+    usual = packed_matmul._arranged
+
+    def arranged(x: mx.array, bits: int, tiles: int) -> mx.array:
+        asked.append(tiles)
+        return usual(x, bits, tiles)
+
+    assert packed_matmul.tried(layer)
+    monkeypatch.setattr(packed_matmul, "_arranged", arranged)
+    (apart,) = packed_matmul.of_layer(layer, x)
+    assert not asked
+    monkeypatch.setattr(packed_matmul, "architecture", lambda: packed_matmul.HOPPER)
+    assert len(packed_matmul.proofs_of([layer])) == 1 + len(packed_matmul.MANY)
+    assert packed_matmul.tried(layer)
+    asked.clear()
+    (together,) = packed_matmul.of_layer(layer, x)
+    assert asked == [12]
+    assert mx.array_equal(apart, together)
+    packed_matmul.proven.verdicts.clear()
+    packed_matmul._many_kernel.cache_clear()
+    plant(
+        monkeypatch,
+        packed_matmul_source,
+        "BY_FOUR_WARPS",
+        "its[t][half], laid",
+        "its[t][0], laid",
+    )
+    assert packed_matmul.tried(layer)
+    asked.clear()
+    assert mx.array_equal(*packed_matmul.of_layer(layer, x), apart)
+    assert not asked
 
 
 @needs_compiler
@@ -512,7 +554,10 @@ MANY_FAULTS = {
         "",
     ),
     "a wait for the copy before": ("one / SLOTS % 2);", "(one / SLOTS + 1) % 2);"),
-    "copied too soon": ("if (before >= 0) SPECDEC_BARRIER_WAIT", "if (false) SPECDEC_BARRIER_WAIT"),
+    "copied too soon": (
+        "if (before >= 0) SPECDEC_BARRIER_WAIT",
+        "if (false) SPECDEC_BARRIER_WAIT",
+    ),
     "not used up": ("if (one > 0 && lane == 0)", "if (one > 1 && lane == 0)"),
     "used up by some": ("used_up[i], WARPS", "used_up[i], WARPS / 2"),
     "the first piece's x": ("* turns + begin) * STEPS", "* turns) * STEPS"),
@@ -530,7 +575,7 @@ MANY_FAULTS = {
 def test_faults_with_many_rows_are_found(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(packed_matmul, "_together", lambda: True)
+    monkeypatch.setattr(packed_matmul.proven, "reached", lambda form: True)
     old, new = MANY_FAULTS[name]
     (text,) = (each for each in ("BY_FOUR_WARPS", "ARRANGE") if old in text_of(each))
     plant(monkeypatch, packed_matmul_source, text, old, new)
