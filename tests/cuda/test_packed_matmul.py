@@ -661,3 +661,19 @@ def test_many_rows(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> No
         np.testing.assert_allclose(
             one.astype(mx.float32), other.astype(mx.float32), atol=0.01, rtol=0.01
         )
+
+
+def test_the_most_rows_are_found_by_halving() -> None:
+    """Rows are unpacked at which the kernel is faster, or the other way round."""
+    timed = packed_matmul.TIMED_ROWS
+    for most in (timed[0] - 1, *timed):
+        found: dict[int, bool] = {}
+
+        def faster(rows: int, most: int = most) -> bool:
+            return found.setdefault(rows, rows <= most)  # noqa: B023
+
+        assert packed_matmul._most_rows(faster) == most
+        # What was not timed is not asked for.
+        assert packed_matmul._most_rows(found.__getitem__) == most
+        assert len(found) <= len(timed).bit_length()
+    assert packed_matmul._most_rows(lambda rows: None) == packed_matmul.MOST_ROWS
