@@ -1,9 +1,9 @@
 """Products of few rows with packed weights, by a CUDA kernel of our own.
 
 For several rows, MLX's kernels take that many times as long as for one, or take half a
-minute to compile. This kernel reads each weight once for up to 64 rows, with tensor
-cores; see :mod:`.packed_matmul_source`. A single row is left to MLX where MLX is
-faster.
+minute to compile. This kernel reads each weight once for up to 64 rows, on Hopper for
+up to 160, with tensor cores; see :mod:`.packed_matmul_source`. A single row is left to
+MLX where MLX is faster.
 
 Each row is summed in float32 in an order that depends on the matrix alone. So the
 kernel's product of a row has the same bits alone, in a batch, or as one of the tokens
@@ -40,10 +40,10 @@ from .proofs import Proofs, close
 BITS, GROUPS = (4, 8), (32, 64, 128)
 # The most rows of a product that the kernel computes, where it was not timed beside
 # unpacking; for more rows the matrix is unpacked, if it has at most MOST_UNPACKED
-# numbers. Both are timed with TIMED_ROWS rows. Of fewer, the kernel takes half the time
-# or less.
+# numbers. Both are timed with some of TIMED_ROWS rows. Of fewer, the kernel takes two
+# thirds of the time or less (benchmarks/results/packed-h200.md).
 MOST_ROWS, MOST_UNPACKED = 192, 2**27
-TIMED_ROWS, MOST_HELD = (128, 256), 4
+TIMED_ROWS, MOST_HELD = (128, 192, 256), 4
 # For one row, MLX's kernel, which is compiled already, is faster with fewer than
 # FEWEST_ALONE numbers of 4 bits, and about as fast with 8 bits (one H100).
 FEWEST_ALONE = 2**23

@@ -12,6 +12,9 @@ of x. A thread loads 16 bytes of a row, and unpacks eight numbers at a time: eac
 becomes scale * q + bias, rounded to 16 bits, as when a matrix is unpacked. The order of
 k does not matter as long as weights and x agree, so every thread multiplies the columns
 that it has loaded, and x is held in that order.
+
+On Hopper, of many rows, four warps multiply their columns together (wgmma, m64nNk16):
+the same products of 16 k, added in the same order, have the same bits.
 """
 
 HEADER = """
@@ -87,9 +90,6 @@ _TOGETHER = r"""
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"                    \
                "fence.proxy.async.shared::cta;"                             \
                :: "r"(SPECDEC_SHARED(&barrier)), "r"(arrivals) : "memory")
-#define SPECDEC_ARRIVE(barrier)                                             \
-  asm volatile("{.reg .b64 t;mbarrier.arrive.shared::cta.b64 t, [%0];}"     \
-               :: "r"(SPECDEC_SHARED(&barrier)) : "memory")
 #define SPECDEC_COPY(to, from, barrier)                                     \
   asm volatile(                                                             \
       "{.reg .b64 t;"                                                       \
@@ -104,8 +104,6 @@ _TOGETHER = r"""
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"               \
       "@!p bra AGAIN;}"                                                     \
       :: "r"(SPECDEC_SHARED(&barrier)), "r"(turn) : "memory")
-#define SPECDEC_FOLLOW() asm volatile("bar.sync 1, 256;" ::: "memory")
-#define SPECDEC_LEAD() asm volatile("bar.arrive 1, 256;" ::: "memory")
 #define SPECDEC_PRODUCTS_BEGIN() asm volatile("wgmma.fence.sync.aligned;" ::: "memory")
 #define SPECDEC_PRODUCTS_END()                                              \
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory")
@@ -545,32 +543,24 @@ SUMS = """
 # x from shared memory. It lies there as ``arranged`` does: for each step of two
 # products, the first and the second eight k of each, in 16 bytes for each row.
 BY_FOUR_WARPS = """
-  constexpr int SLOTS = 4, FETCHER = 128;
+  constexpr int SLOTS = 4;
   __shared__ uint4 laid[SLOTS][4][8 * WIDE];
-  __shared__ unsigned long long arrived[SLOTS], used_up[SLOTS];
+  __shared__ unsigned long long arrived[SLOTS];
   const int steps = (end - begin) * STEPS;
   const uint4* const its_x =
       reinterpret_cast<const uint4*>(arranged) +
       (blockIdx.z * turns + begin) * STEPS * (32 * WIDE);
   auto fetch = [&](int one) {
-    if (one >= steps) return;
-    const int slot = one % SLOTS, before = one - SLOTS;
-    if (before >= 0) SPECDEC_BARRIER_WAIT(used_up[slot], before / SLOTS % 2);
-    SPECDEC_COPY(laid[slot], its_x + static_cast<size_t>(one) * (32 * WIDE),
-                 arrived[slot]);
+    if (threadIdx.x == 0 && one < steps)
+      SPECDEC_COPY(laid[one % SLOTS], its_x + static_cast<size_t>(one) * (32 * WIDE),
+                   arrived[one % SLOTS]);
   };
-  if (threadIdx.x == FETCHER)
-    for (int i = 0; i < SLOTS; ++i) {
-      SPECDEC_BARRIER(arrived[i], 1);
-      SPECDEC_BARRIER(used_up[i], WARPS);
-    }
+  if (threadIdx.x == 0)
+    for (int i = 0; i < SLOTS; ++i) SPECDEC_BARRIER(arrived[i], 1);
   __syncthreads();
-  if (threadIdx.x == FETCHER)
-    for (int i = 0; i < SLOTS - 2; ++i) fetch(i);
+  #pragma unroll
+  for (int i = 0; i < SLOTS - 2; ++i) fetch(i);
   start();
-  // The second half of the warps follows the first: one multiplies, the other unpacks.
-  const bool second_half = warp >= 4;
-  if (second_half) SPECDEC_FOLLOW();
   unsigned held[2][2][2][4];
   int one = 0;
   for (int turn = begin; turn < end; ++turn) {
@@ -583,7 +573,9 @@ BY_FOUR_WARPS = """
         for (int half = 0; half < 2; ++half)
           #pragma unroll
           for (int c = 0; c < 4; ++c) its[t][half][c] = w[t][half][c];
-      if (threadIdx.x == FETCHER) fetch(one + SLOTS - 2);
+      __syncthreads();
+      // All have multiplied the step before the last, in whose place comes another.
+      fetch(one + SLOTS - 2);
       SPECDEC_BARRIER_WAIT(arrived[one % SLOTS], one / SLOTS % 2);
       SPECDEC_PRODUCTS_BEGIN();
       #pragma unroll
@@ -593,8 +585,6 @@ BY_FOUR_WARPS = """
           SPECDEC_PRODUCT(sums[t], its[t][half], laid[one % SLOTS][2 * half]);
       SPECDEC_PRODUCTS_END();
       SPECDEC_PRODUCTS_WAIT(1);
-      if (one == 0 && !second_half) SPECDEC_LEAD();
-      if (one > 0 && lane == 0) SPECDEC_ARRIVE(used_up[(one - 1) % SLOTS]);
       ++one;
     });
   }

@@ -556,12 +556,7 @@ MANY_FAULTS = {
         "",
     ),
     "a wait for the copy before": ("one / SLOTS % 2);", "(one / SLOTS + 1) % 2);"),
-    "copied too soon": (
-        "if (before >= 0) SPECDEC_BARRIER_WAIT",
-        "if (false) SPECDEC_BARRIER_WAIT",
-    ),
-    "not used up": ("if (one > 0 && lane == 0)", "if (one > 1 && lane == 0)"),
-    "used up by some": ("used_up[i], WARPS", "used_up[i], WARPS / 2"),
+    "copied too soon": ("      __syncthreads();\n      // All", "      // All"),
     "the first piece's x": ("* turns + begin) * STEPS", "* turns) * STEPS"),
     "the first rows' x": ("(blockIdx.z * turns", "(0 * turns"),
     "another step of x": ("step % STEPS * 8;", "step % 2 * 8;"),
