@@ -156,6 +156,6 @@ def _path(loc: Sequence[int | str], value: Any, where: str) -> str:
             value, path = value[step], f"{path}.{step}"
         elif i == len(loc) - 1 and isinstance(value, list) and isinstance(step, int):
             path = f"{path}[{step}]"  # it is missing
-        elif i == len(loc) - 1 and isinstance(value, dict):
+        elif i == len(loc) - 1 and isinstance(value, dict) and isinstance(step, str):
             path = f"{path}.{step}"
     return path.lstrip(".")

@@ -216,7 +216,7 @@ def test_a_copy_begins_after_what_was_written_in_place(
     unwritten, _ = cache.update_and_fetch(one, one)
     unwritten.written(mx.zeros((1, 2, 1, 64)))
     arrays, handed_over = cache.arrays, list[mx.array]()
-    usual = mx.async_eval
+    usual: Any = mx.async_eval
 
     def begin(arrays: Any) -> None:
         handed_over.extend(arrays)

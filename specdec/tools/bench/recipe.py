@@ -61,6 +61,11 @@ def _draft(value: str) -> str:
     return value
 
 
+def _kv_bits(value: int) -> int:
+    require_rule(value in (0, 4, 8), "0, 4 or 8")
+    return value
+
+
 def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
@@ -136,7 +141,8 @@ class Sweep(_Section):
     num_draft_tokens: Some[Positive | Literal["auto"]] = (3,)
     batch: Some[Positive] = (1,)
     temperature: Some[Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]] = (0.0,)
-    kv_bits: Some[Literal[0, 4, 8]] = (0,)
+    # A literal would be equal to false and 4.0, too.
+    kv_bits: Some[Annotated[int, AfterValidator(_kv_bits)]] = (0,)
     context: Some[Count] = (0,)
     prefix_cache: Some[bool] = (False,)
 

@@ -66,6 +66,9 @@ source=[] | prompts.source is []
 source=['random:5', 'file:x'] | must be random:LENGTH alone, or files
 temperature=-1 | sweep.temperature is -1
 kv_bits=3 | sweep.kv_bits is 3: it must be 0, 4 or 8
+kv_bits=false | sweep.kv_bits is False, not a whole number
+kv_bits=4.0 | sweep.kv_bits is 4.0, not a whole number
+kv_bits={a=1} | sweep.kv_bits is {'a': 1}, not a whole number
 context=-1 | sweep.context is -1
 prefix_cache=1 | sweep.prefix_cache is 1, not true or false
 max_tokens=1 | run.max_tokens is 1
