@@ -31,6 +31,7 @@ from ..cache import (
 )
 from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
+from ..cuda import cache_write
 from ..cuda.attention_patch import takes_single
 from ..cuda.flattened_matmul import slow_pairs
 from ..prefix_cache.session import ModelPrefixes, PrefixSession
@@ -105,7 +106,10 @@ class ModelRunner:
             mask_heads=query_heads(model) if backend.boolean_masks else 1,
             exact_alone=not single and getattr(model, "attends_alone", True),
             # Entries of a draft head may have no result that later ones depend on.
-            in_place=backend.kernels and single and not hasattr(model, "attends_alone"),
+            in_place=cache_write.allowed()
+            and backend.kernels
+            and single
+            and not hasattr(model, "attends_alone"),
         )
         self.options = check_caches(model, name, self.options)
         # An array that is not computed yet belongs to the thread that made it, and

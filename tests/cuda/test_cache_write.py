@@ -80,6 +80,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
         outs.append(queries + 0)
         return outs[-1], tuple(mx.put_along_axis(a, index, b, axis=2) for a, b in pairs)
 
+    monkeypatch.setenv(cache_write.SWITCH, "1")
     monkeypatch.setattr(cache_write, "write", write)
     monkeypatch.setattr(cache_write, "takes", lambda *_: True)
     return outs
@@ -230,13 +231,16 @@ def test_a_copy_begins_after_what_was_written_in_place(
     assert [id(a) for a in handed_over] == [id(a) for a in arrays]
 
 
-def test_draft_heads_are_not_written_so(
+def test_only_models_whose_attention_is_read_are_written_so(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They write entries whose attention nothing reads: nothing would come after it."""
+    """Not draft heads, whose attention nothing may read; and only if asked for."""
     written(monkeypatch)
     model = attending(tiny_model("llama"))
     defaults = replace(BEHIND, kernels=True)
     assert ModelRunner(model, "it", EngineConfig(), defaults).options.in_place
+    monkeypatch.delenv(cache_write.SWITCH)
+    assert not ModelRunner(model, "it", EngineConfig(), defaults).options.in_place
+    monkeypatch.setenv(cache_write.SWITCH, "1")
     model.attends_alone = True  # as heads have it
     assert not ModelRunner(model, "it", EngineConfig(), defaults).options.in_place

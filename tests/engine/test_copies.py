@@ -118,6 +118,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(slots.shape[1])
         usual(self, updates, slots)
 
+    monkeypatch.setenv(cache_write.SWITCH, "1")
     monkeypatch.setattr(cache_write, "write", in_place)
     monkeypatch.setattr(cache_write, "takes", lambda *_: True)
     monkeypatch.setattr(Storage, "write", write)
