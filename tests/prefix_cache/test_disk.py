@@ -13,7 +13,7 @@ import pytest
 
 from specdec.prefix_cache.audit import audit
 from specdec.prefix_cache.disk import DiskTier, Job
-from specdec.prefix_cache.files import DamagedError, read_verified
+from specdec.prefix_cache.files import DamagedError, read_header, read_verified
 from specdec.utils import files
 
 from .entries import (
@@ -56,6 +56,15 @@ def test_what_is_written_is_found_again(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 5
 
 
+def test_prompts_share_files(tmp_path: Path) -> None:
+    disk = filled(tmp_path)
+    branch = [*TOKENS[: 3 * SIZE], 1, 2, 3]
+    write_chain(disk, branch)
+    disk.flush()
+    assert len(names(tmp_path)) == 6
+    assert spans(disk, branch)[:3] == WHOLE[:3]
+
+
 def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     """Each finds what the other writes, and misses what the other removes."""
     one, two = DiskTier(tmp_path, MANY), DiskTier(tmp_path, MANY)
@@ -70,6 +79,18 @@ def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / file.name).unlink()
     two.refresh()
     assert spans(two) == WHOLE[:-1]
+
+
+def test_the_same_entry_written_twice_is_kept_once(tmp_path: Path) -> None:
+    """By two processes at once, with contents that need not be equal."""
+    one, two = DiskTier(tmp_path, MANY), DiskTier(tmp_path, MANY)
+    write_chain(one, TOKENS[:SIZE])
+    write_chain(two, TOKENS[:SIZE], nbytes=80)
+    one.flush()
+    two.flush()
+    one.refresh()
+    assert len(names(tmp_path)) == 1
+    assert len(served(DiskTier(tmp_path, MANY), TOKENS)) == 1
 
 
 def test_the_least_recently_used_makes_place(tmp_path: Path) -> None:
@@ -238,6 +259,27 @@ def test_a_folder_that_cannot_be_made(
     assert not disk.takes("block", "0" * 32, None)
     (line,) = caplog.messages
     assert "cannot be made (Not a directory): nothing is stored there" in line
+
+
+def test_a_file_removed_before_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = filled(tmp_path)
+    file = served(disk, TOKENS)[1]
+    (tmp_path / file.name).unlink()
+    assert disk.read(file) is None
+    assert f"{file.name} cannot be read" in caplog.text
+    assert file not in served(disk, TOKENS)
+
+
+def test_a_header_is_believed_only_where_its_hash_agrees(tmp_path: Path) -> None:
+    """Other tokens under the name of a place are damage."""
+    disk = filled(tmp_path, TOKENS[:SIZE])
+    path = tmp_path / served(disk, TOKENS)[0].name
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"100 101", b"100 102"))
+    with pytest.raises(DamagedError, match="place"):
+        read_header(path)
 
 
 def modes(folder: Path) -> set[int]:
