@@ -40,7 +40,7 @@ def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any
         ConfigError: a value is not possible.
     """
     try:
-        table = check_shape(read_toml(path), {"models": dict})["models"]
+        table = check_shape(read_toml(path), {"models?": dict}).get("models", {})
         for name, model in table.items():
             table_name = f"models.{name}"
             check_shape(model, dict, table_name)

@@ -231,7 +231,7 @@ def test_a_file_of_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "models is missing"),
+        ("", "it names no model: write a table [models.NAME]"),
         ("[models]", "it names no model"),
         ("[models.a]", "target is missing"),
         ("[models.a]\ntarget = 3", "models.a.target is 3"),
