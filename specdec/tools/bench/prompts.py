@@ -7,12 +7,13 @@ import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError, PromptError
-from ...models import LoadedModel
+from ...models import LoadedModel, context_length
 from ...prompts import Prompt, encode_all, read_records
 from ...utils.data_files import is_text
 from ...utils.extras import installer
@@ -139,6 +140,28 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
         len(questions),
         [q.prompt for q in chosen],
     )
+
+
+def require_room(prompts: EncodedSet, before: int, config: Mapping[str, Any]) -> None:
+    """Refuse prompts that are too long for the target, before anything is timed.
+
+    Args:
+        before: the most tokens that a cell has in front of every prompt.
+        config: the target's configuration.
+
+    Raises:
+        PromptError: one is too long; the message names both numbers.
+    """
+    room = context_length(config)
+    longest = before + max(map(len, prompts.token_ids), default=0)
+    if room is not None and longest > room:
+        after, lower = "", ""
+        if before:
+            after, lower = f" ({before} of context)", ", or lower sweep.context"
+        raise PromptError(
+            f"the longest prompt has {longest} tokens{after} and the target's context "
+            f"is {room}: shorten it{lower}"
+        )
 
 
 def _spread_out(questions: Sequence[Question], n: int) -> list[Question]:

@@ -26,7 +26,7 @@ from .cells import Cell, Unit, units_of
 from .job import Clock, JobRecord, requests_of, untraced
 from .machine import origin
 from .models import load_model
-from .prompts import EncodedSet, encode_set
+from .prompts import EncodedSet, encode_set, require_room
 from .raw import PromptsRecord, RawFile, Results
 from .recipe import Recipe
 from .systems import System, SystemOptions, mlx_lm_batch, mlx_lm_step, run_job, specdec
@@ -65,6 +65,7 @@ class Bench:
         )
         vocab_size = int(target.model(mx.array([[0]])).shape[-1])
         self.prompts: EncodedSet = encode_set(recipe, target, vocab_size)
+        require_room(self.prompts, max(recipe.sweep.context), target.config)
         # Without end-of-sequence tokens, no text is made.
         self._texts = recipe.run.end_of_sequence and target.tokenizer is not None
         self._target = target if self._texts else token_level(target.model)

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.errors import ConfigError, PromptError
 from specdec.tools.bench.cells import cells_of, conditions_of, units_of
-from specdec.tools.bench.prompts import encode_set
+from specdec.tools.bench.prompts import EncodedSet, encode_set, require_room
 from specdec.tools.bench.recipe import Recipe, shipped_recipes
 
 from .conftest import TINY
@@ -213,6 +213,18 @@ def test_random_prompts_that_take_all_memory(tiny: Callable[..., Recipe]) -> Non
     many = tiny("source=random:100000", "count=10000")
     with pytest.raises(ConfigError, match="or LENGTH"):
         encode_set(many, MODEL, 9)
+
+
+def test_prompts_that_the_target_cannot_hold() -> None:
+    """Refused by the engine only, after minutes of mlx-lm's passes."""
+    config = {"max_position_embeddings": 20}
+    prompts = EncodedSet([[1] * 3, [1] * 9], [None] * 2, 2, ["a", "b"])
+    require_room(prompts, 11, config)
+    require_room(prompts, 99, {})
+    with pytest.raises(PromptError, match=r"21 tokens \(12 of context\) and .* 20:"):
+        require_room(prompts, 12, config)
+    with pytest.raises(PromptError, match=r"9 tokens and .* is 8: shorten it$"):
+        require_room(prompts, 0, {"max_position_embeddings": 8})
 
 
 def test_prompts_are_mixed_in_equal_parts(tmp_path: Path) -> None:
