@@ -609,7 +609,8 @@ _SIZES = ((72, 3), (200, 1), (40, WARPS))
 def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
     """Whether a product equals the product with the unpacked numbers.
 
-    No rows stand for one row that begins anywhere.
+    Where four warps multiply together, a row has the same bits as of fewer rows. No
+    rows stand for one row that begins anywhere.
     """
     anywhere, rows = rows == 0, max(rows, 1)
     dtype, bits, group_size, eights, _, tiles = form
@@ -635,6 +636,8 @@ def _agrees(columns: int, rows: int, pieces: int, form: Form) -> bool:
         together=tiles > 0,
     )
     whole, parts = compute(), compute(bias, ends=(8, 11, columns))
+    if tiles and not mx.array_equal(whole[0], compute(together=False)[0]).item():
+        return False
     both = (
         (whole[0], exact),
         (mx.concatenate(parts, axis=-1), exact + bias.astype(mx.float32)),

@@ -229,8 +229,19 @@ def test_proven(form: Form) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("its[t][half], laid", "its[t][0], laid"),
+        # The same products in another order: as exact, but with other bits.
+        (
+            "its[t][half], laid[one % SLOTS][2 * half]",
+            "its[t][1 - half], laid[one % SLOTS][2 - 2 * half]",
+        ),
+    ],
+)
 def test_four_warps_multiply_together_where_that_is_right(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
     """Another GPU cannot, or computes something else: its other kernel has to."""
     layer = nn.QuantizedLinear(128, 32, group_size=64, bits=4)
@@ -255,13 +266,7 @@ def test_four_warps_multiply_together_where_that_is_right(
     assert mx.array_equal(apart, together)
     packed_matmul.proven.verdicts.clear()
     packed_matmul._many_kernel.cache_clear()
-    plant(
-        monkeypatch,
-        packed_matmul_source,
-        "BY_FOUR_WARPS",
-        "its[t][half], laid",
-        "its[t][0], laid",
-    )
+    plant(monkeypatch, packed_matmul_source, "BY_FOUR_WARPS", old, new)
     assert packed_matmul.tried(layer)
     asked.clear()
     (found,) = packed_matmul.of_layer(layer, x)
