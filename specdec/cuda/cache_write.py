@@ -5,7 +5,8 @@ holds every cache. This kernel writes into its inputs. MLX does not know that; i
 that the kernel copies the queries, and runs what reads the copy afterwards. So keys and
 values may be read by attention of these queries, by what depends on it, and by what is
 handed to the device later. The next tokens have to depend on this attention, or to be
-handed over later: so their writes come after it.
+handed over later: so their writes come after it. A cache that is copied, as it is when
+it grows, hands over what was written first (``CacheCore._settle``).
 
 Metal is left out, because MLX runs command buffers there at the same time unless one
 reads what it knows another to write.
