@@ -10,6 +10,7 @@ import click
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..model_names import locate_target, named_draft
 from ..utils.data_files import DataError, check_shape, read_toml
 from ..utils.names import check_settings
 from ..utils.sizes import parse_size
@@ -68,6 +69,9 @@ def _arguments(
         if (tokens := arguments.pop("num_draft_tokens", None)) is not None:
             settings["num_draft_tokens"] = tokens
         config: EngineConfig = replace(common["config"], **settings)
+        locate_target(model["target"])
+        if "draft" in model:
+            named_draft(model["draft"])
     except ConfigError as error:
         raise ConfigError(f"--models {path}: models.{name}: {error}") from error
     return {**common, "draft": None, **arguments, "config": config}

@@ -216,13 +216,13 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     """What the command line says is said for all, and each model may say otherwise."""
     file = tmp_path / "models.toml"
     file.write_text(
-        '[models.small]\ntarget = "a"\n[models."large one"]\ntarget = "b"\n'
-        'draft = "c"\nmemory_limit = "2GB"\nbatch = 5\nnum_draft_tokens = 4\n'
+        '[models.small]\ntarget = "a/b"\n[models."large one"]\ntarget = "a/c"\n'
+        'draft = "a/d"\nmemory_limit = "2GB"\nbatch = 5\nnum_draft_tokens = 4\n'
     )
     small, large = read_models(str(file), COMMON).values()
-    assert (small["target"], small["draft"], small["dtype"]) == ("a", None, "float32")
+    assert (small["target"], small["draft"], small["dtype"]) == ("a/b", None, "float32")
     assert small["config"] == EngineConfig(batch_size=3)
-    assert (large["target"], large["draft"]) == ("b", "c")
+    assert (large["target"], large["draft"]) == ("a/c", "a/d")
     assert large["config"] == EngineConfig(
         batch_size=5, memory_limit=2 * 10**9, num_draft_tokens=4
     )
@@ -240,6 +240,8 @@ def test_a_file_of_models(tmp_path: Path) -> None:
         ("[models]\na = 3", "models.a is 3"),
         ('[models.a]\ntarget = "x"\nbatch = 0', "models.a: batch_size is 0"),
         ('[models.a]\ntarget = "x"\nmemory_limit = "much"', "models.a: "),
+        ('[models.a]\ntarget = "no-such"', "models.a: no model at no-such: give"),
+        ('[models.a]\ntarget = "x/y"\ndraft = "ngarm"', "models.a: no model at ngarm"),
         ("[", "models.toml"),
         (None, "there is no such file"),
     ],
