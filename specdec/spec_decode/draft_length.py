@@ -843,15 +843,12 @@ class AutoLength:
             (n, room, of_row(row))
             for (row, n), room in zip(state.left.items(), state.room, strict=True)
         ]
-        # Nearly always, any k's last row is the last at the largest k, or without.
-        late = [
-            n / (1 + (more if (more := f * most) < room else room))
-            for n, room, f in rows
-        ]
-        last = rows[late.index(max(late))], max(rows)
+        # No k takes fewer rounds than this, and a row takes as many as it has tokens.
+        fewest = max([n / (1 + min(room, f * most)) for n, room, f in rows])
+        late = [row for row in rows if row[0] >= fewest]
         return [
             plain
-            / max(n / (1 + min(k, room, f * (tokens[k] - 1))) for n, room, f in last)
+            / max([n / (1 + min(k, room, f * (tokens[k] - 1))) for n, room, f in late])
             for k in ks
         ]
 

@@ -160,3 +160,26 @@ def test_a_row_that_may_not_be_drafted_for_ends_as_early_as_without_a_draft() ->
         length.observe(RoundTiming(2, 0, [], LAUNCHED(2, 0)))
     assert length.choose(BatchState(2, room, 75, left=left)) == 0
     assert length.choose(BatchState(2, room, 75, left={0: 90, 1: 10})) > 0
+
+
+def test_the_last_row_is_the_one_that_takes_most_rounds() -> None:
+    """A row between the longest and the slowest is forgotten at some k."""
+    rng = random.Random(0)
+    length, ks = AutoLength(RoundCosts(ForwardCosts([]))), [0, 1, 2, 4, 8]
+    tokens = [sum(0.7**j for j in range(k + 1)) for k in range(9)]
+    for num_rows in (2, 8, 32):
+        for _ in range(20):
+            rows = range(num_rows)
+            factors = [rng.lognormvariate(0, 0.5) for _ in rows]
+            left = {row: rng.randrange(1, 200) for row in rows}
+            room = [rng.randrange(9) for _ in rows]
+            length.acceptance._rows = {row: (factors[row], 1.0) for row in rows}
+            each = length._of_last_row(
+                BatchState(num_rows, room, 100, left=left), ks, tokens
+            )
+            for k, sooner in zip(ks, each, strict=True):
+                rounds = max(
+                    left[row] / (1 + min(k, room[row], factors[row] * (tokens[k] - 1)))
+                    for row in rows
+                )
+                assert sooner == pytest.approx(max(left.values()) / rounds, rel=1e-12)
