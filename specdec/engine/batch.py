@@ -98,12 +98,12 @@ class DecodeBatch(Rounds):
     def _wants_draft(self) -> bool:
         """Whether the drafter needs to know the rows.
 
-        A drafter that reads hidden states needs all rows: a prompt's hidden states
-        exist only while the prompt is prefilled.
+        The context of a draft head is needed to find prefixes, which have it beside.
         """
-        sees = self._target.runner.recorder is not None
+        runner = self._target.runner
+        stored = runner.recorder is not None and runner.prefixes is not None
         return self._drafter is not None and (
-            sees or any(s is not None and self._is_drafted(s) for s in self.slots)
+            stored or any(s is not None and self._is_drafted(s) for s in self.slots)
         )
 
     def _begin_draft(self) -> DraftRows:
@@ -168,8 +168,10 @@ class DecodeBatch(Rounds):
         running = [s is not None and s.finish_reason is None for s in self.slots]
         first = BatchRound(0, tuple([r - 1 for r in running]), first=True)
         self.dispatch(first)
-        self._observe(first.decision.chosen, [1] * len(self.slots), last=True)
+        self._observe(first.decision.chosen, [1] * len(self.slots))
         if self._draft is not None:
+            if not self._serves:
+                self._observe_padding()
             if self.alone:
                 yield
             yield from self._draft.prefill()
@@ -185,7 +187,8 @@ class DecodeBatch(Rounds):
     def _following(self) -> mx.array:
         """The token after each of the prompts' last chunk, (B, S), if one is read."""
         target, drafter = self._target, self._drafter
-        if target.hidden is None or not (drafter and drafter.reads_following):
+        reads = self._draft is not None and drafter and drafter.reads_following
+        if target.hidden is None or not reads:
             return self._committed.recent[:, -1:]
         width, tokens = target.hidden.shape[1], []
         for s, n, end in zip(self.slots, target.written, target.done, strict=True):
@@ -193,21 +196,27 @@ class DecodeBatch(Rounds):
             tokens.append([*after[:n], *[0] * (width - n)])
         return mx.array(tokens, mx.int32)
 
-    def _observe(
-        self, following: mx.array, lengths: Sequence[int], *, last: bool = False
-    ) -> None:
+    def _observe(self, following: mx.array, lengths: Sequence[int]) -> None:
         """Show the drafter the hidden states that it asked for, of rows that it serves.
 
         Args:
-            last: it is the prompts' last token.
+            lengths: tokens of each row.
         """
         if self._target.hidden is not None and self._draft is not None:
             drafted = [
                 n if s and self._is_drafted(s) else 0
                 for s, n in zip(self.slots, lengths, strict=True)
             ]
-            if any(drafted) or last:  # the last one makes caches that can be joined
+            if any(drafted):
                 self._draft.observe(self._target.hidden, following, drafted)
+
+    def _observe_padding(self) -> None:
+        """Give a head whose rows are not drafted for caches that can be joined."""
+        recorder, num_rows = self._target.runner.recorder, len(self.slots)
+        if recorder is not None and self._draft is not None:
+            following = mx.zeros((num_rows, 1), mx.int32)
+            hidden = recorder.of_padding(num_rows)
+            self._draft.observe(hidden, following, [0] * num_rows)
 
     # -- rows --------------------------------------------------------------
 
@@ -228,7 +237,7 @@ class DecodeBatch(Rounds):
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
         # Whether a row is drafted for: else the drafter need not follow them.
-        self._serves = any(s is not None and s.drafts for s in self.slots)
+        self._serves = any(s is not None and self._is_drafted(s) for s in self.slots)
         self._all_drafted = all(s and self._is_drafted(s) for s in self.slots)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
         self._spoiled.mark(self.slots)
@@ -265,6 +274,15 @@ class DecodeBatch(Rounds):
             self._note_rows()
         self._note_lengths()
         return True
+
+    def stop_drafting(self) -> None:
+        """Draft no more for the rows that are here; those that join later may be."""
+        for s in self.slots:
+            if s is not None:
+                s.drafts = False
+        self._note_rows()
+        if not self._wants_draft():
+            self._draft = None
 
     def _store(self, ended: Sequence[int]) -> None:
         """Keep the columns of rows that have ended, in the prefix store."""
@@ -312,6 +330,7 @@ class DecodeBatch(Rounds):
         if (self._draft is None) != (other._draft is None):
             plain = self if self._draft is None else other
             plain._draft = plain._begin_draft()
+            plain._observe_padding()
             for _ in plain._draft.prefill():  # last tokens only, so there is little
                 pass
             self._idle = 0  # rows have joined that are drafted for

@@ -41,6 +41,9 @@ Part = Literal["draft", "verify", "sampling"]
 
 # After this many rounds without a draft, the policy decides anew for joining rows.
 IDLE = 64
+# So often, in rounds without a draft, it decides whether a draft head goes on writing
+# its context.
+RESTS = 16
 # Rounds of a row without an accepted token, after which a draft looks at what it keeps.
 FRUITLESS = 16
 
@@ -266,6 +269,7 @@ class Rounds:
     _all_drafted: bool
     _committed: Committed
     _note_rows: Callable[[], None]
+    stop_drafting: Callable[[], None]
 
     def __init__(
         self,
@@ -429,7 +433,8 @@ class Rounds:
         if not plan.exact:  # the device knows which rows are too long
             fits = committed.lengths <= self._longest
             limit = mx.where(fits, limit, mx.minimum(limit, 0))
-        hidden, checks = self._target.hidden, plan.checks
+        hidden = self._target.hidden if self._serves else None
+        checks = plan.checks
         decision = rules.decide(
             round_, inputs, proposals, logits, limit, hidden=hidden, checks=checks
         )
@@ -482,6 +487,8 @@ class Rounds:
         choice, doubted = self._choice, list[Request]()
         if round_.began and choice.policy is not None and choice.guard.error is None:
             choice.policy.observe(self._timing(round_, kept))
+            if not round_.num_draft_tokens and self._is_followed_in_vain():
+                self.stop_drafting()
         if round_.spoiled:
             self._recover(round_)
         for s, limit, n in zip(round_.rows, round_.limits, kept, strict=True):
@@ -494,6 +501,22 @@ class Rounds:
         if doubted and self._draft is not None:
             rows = [i for i, s in enumerate(self.slots) if s in doubted]
             self._draft.make_finite(rows)
+
+    def _is_followed_in_vain(self) -> bool:
+        """Whether a draft head follows rows that no round will draft for.
+
+        What ended rows store has the head's context beside it, so a head goes on if
+        prefixes are stored.
+        """
+        if self._idle == 0 or self._idle % RESTS or not self._serves:
+            return False
+        runner, rows = self._target.runner, self.unfinished
+        if runner.recorder is None or runner.prefixes is not None or not rows:
+            return False
+        room = [self.most_for(s, s.length) for s in rows]
+        remaining = sum(s.remaining for s in rows) / len(rows)
+        state = BatchState(len(self.slots), room, remaining, rests=RESTS)
+        return not self._choice.may_pay(state)
 
     def _timing(self, round_: BatchRound, kept: Sequence[int | None]) -> RoundTiming:
         """What a round that was read shows the policy."""

@@ -302,6 +302,14 @@ class HiddenStates:
                 raise UnsupportedModelError(
                     f"{name}: layer {layer} does not put out one state for each token"
                 )
+        sizes = [output.shape[-1] for output in outputs if output is not None]
+        dtype = next(output.dtype for output in outputs if output is not None)
+        self._shape = sum(sizes), dtype
+
+    def of_padding(self, num_rows: int) -> mx.array:
+        """States of a token of padding in each row, shape (B, 1, D)."""
+        size, dtype = self._shape
+        return mx.zeros((num_rows, 1, size), dtype)
 
     def take(self) -> mx.array:
         """Return the last forward's hidden states, shape (B, S, D), and drop them.

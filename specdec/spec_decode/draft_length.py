@@ -95,6 +95,7 @@ class BatchState:
         in_flight: k of each round that was dispatched and not read yet.
         left: tokens that each running row may still emit, by the row's number; empty
             if requests wait for a row.
+        rests: rounds for which the drafter would only follow the rows.
     """
 
     num_rows: int
@@ -103,6 +104,7 @@ class BatchState:
     backlog: int = 0
     in_flight: Sequence[int] = ()
     left: Mapping[int, int] = field(default_factory=dict)
+    rests: int = 0
 
 
 class DraftLength(Protocol):
@@ -124,6 +126,9 @@ class DraftLength(Protocol):
 
     def may_pay(self, state: BatchState) -> bool:
         """Whether joining rows are worth the drafter's prefill.
+
+        It is also asked whether rows that rounds do not draft for are worth being
+        followed on: no rows join then, and ``state.rests`` is not 0.
 
         Args:
             state: the joining rows and the running ones. Rows that are not drafted
@@ -721,6 +726,8 @@ class AutoLength:
         self._lock = threading.RLock()
         # Plain rounds that tries may lose.
         self._budget = 0.2
+        # Whether prompts were paid for a try that was not made yet.
+        self._owed = False
         self._save_at = 64
         # Of the last choice: the rates by k, and the best k, also before the last round
         # was read. Of the rounds read last: their k, how many in a row had it, and how
@@ -884,7 +891,9 @@ class AutoLength:
         full &= self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
         if not best and self._first_try(state.num_rows):
             return min(k for k in rates if k)
-        if self._budget <= 0:  # nothing may be tried: most rounds end here
+        if (
+            self._budget <= 0 and not self._owed
+        ):  # nothing may be tried: most rounds end here
             return best
         reach = max(self._budget, MOST_SAVED / 2)
         rounds = min(LONGEST, TIMED + len(state.in_flight))
@@ -926,15 +935,25 @@ class AutoLength:
             ks = self._ks(state)
             # `choose` weighs what a new shape costs; later rows use it too.
             once = self.costs.prefill(state.num_rows, state.backlog)
-            for doubt in (0.0, 1.0) if self._budget > 0 else (0.0,):
+            # No more than most of these rows save up: tries follow.
+            most = self._budget + EXPLORE * state.remaining * 2 / 3
+            affordable = self._budget > 0
+            if state.rests:
+                if self._owed:
+                    return True
+                # What follows a round is about half of what drafting a token takes.
+                once *= state.rests / 2
+                affordable = most >= once
+            for doubt in (0.0, 1.0) if affordable else (0.0,):
                 rates = self._rates(state, ks, doubt=doubt)
                 for k in ks[1:]:
                     rounds = state.remaining / 2 / max(1.0, rates[k])
                     if rounds * (rates[k] - 1) > once:
-                        # No more than most of these rows save up: tries follow.
-                        most = self._budget + EXPLORE * state.remaining * 2 / 3
                         self._spend(min(once, most) if doubt else 0.0)
+                        self._owed |= doubt > 0 and not state.rests
                         return True
+            if state.rests:
+                return False
             if once <= EXPLORE * state.remaining / 4 and any(
                 self.costs.relative(state.num_rows, k) < k + 1 for k in ks[1:]
             ):
@@ -956,6 +975,7 @@ class AutoLength:
             timed = self.costs.observe(timing, once=once)
             cost = self.costs.relative(num_rows, k)
             self._budget = min(MOST_SAVED, self._budget + EXPLORE * cost)
+            self._owed &= k == 0
             if not timing.forced:
                 self._chosen[num_rows, k] += 1
                 self._pay(timing, once)

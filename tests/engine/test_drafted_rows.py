@@ -280,9 +280,8 @@ def test_a_head_reads_nothing_of_rows_that_it_is_not_asked_for(target: Any) -> N
             drafter=head, num_draft_tokens=2, length=length, prefill_step_size=16,
         )  # fmt: skip
         assert (head.committed > 4) is drafts
-        # The last token makes caches that others can be joined to.
         assert (len(head.observed) > 2) is drafts
-        assert (max(head.observed) > 0) is drafts
+        assert any(head.observed) is drafts
 
 
 def test_a_draft_is_asked_up_to_its_last_position(target: Any) -> None:

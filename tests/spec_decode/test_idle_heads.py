@@ -1,0 +1,167 @@
+"""A head that drafts for no row costs what no head costs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.config import EngineConfig
+from specdec.engine.batch import DecodeBatch
+from specdec.engine.engine import Engine
+from specdec.engine.round import RESTS, BatchRound, Rounds
+from specdec.models.runner import ModelRunner
+from specdec.spec_decode.draft_length import (
+    AutoLength,
+    BatchState,
+    ForwardCosts,
+    Forwards,
+    RoundCosts,
+)
+from specdec.spec_decode.head_drafter import BlockRows
+from tests.plain import BACKENDS, BEHIND, ask, finish, greedy
+from tests.scripted import Script
+from tests.spec_decode.test_heads import CONFIGS, K, drafter_of, lender, read_by
+
+__all__ = ["lender"]  # a fixture
+
+TOKENS = 4 * RESTS
+
+
+class Resting(Script):
+    """Never drafts; rows that begin are drafted for, and then left."""
+
+    def may_pay(self, state: BatchState) -> bool:
+        super().may_pay(state)
+        return state.rests == 0
+
+
+def engine_of(
+    target: Any, backend: Any, head: Path | None, length: Any = None, rows: int = 8
+) -> Engine:
+    """An engine with a head, which is written to a folder, or without one."""
+    k = K if head else 0
+    config = EngineConfig(batch_size=rows, num_draft_tokens=k, prefill_step_size=16)
+    if head is None:
+        runner = ModelRunner(target.model, "target", config, backend)
+        return Engine(runner, None, config, backend, frozenset())
+    drafter, _ = drafter_of(head, CONFIGS["dflash"], target, backend)
+    runner = read_by(drafter, target, config, backend)
+    return Engine(runner, drafter, config, backend, frozenset(), length=length)
+
+
+class Graphs:
+    """The operations that every dispatch of a round hands over, the forward's too."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
+        self.rounds: list[Counter[str]] = []
+        found, usual, dispatch = Counter[str](), mx.async_eval, DecodeBatch.dispatch
+        file = folder / "graph.dot"
+
+        def leaves(tree: Any) -> list[mx.array]:
+            if isinstance(tree, mx.array):
+                return [tree]
+            parts = tree if isinstance(tree, list | tuple) else ()
+            return [leaf for part in parts for leaf in leaves(part)]
+
+        def handed_over(*trees: Any) -> None:
+            mx.export_to_dot(str(file), *leaves(trees))  # type: ignore[no-untyped-call]
+            found.update(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
+            usual(*trees)
+            mx.eval(*trees)
+
+        def noted(batch: DecodeBatch, plan: BatchRound) -> None:
+            found.clear()
+            dispatch(batch, plan)
+            self.rounds.append(found.copy())
+
+        patch.setattr(mx, "async_eval", handed_over)
+        patch.setattr(DecodeBatch, "dispatch", noted)
+
+
+@BACKENDS
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_round_without_a_draft_is_that_without_a_head(
+    lender: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    backend: Any,
+    num_rows: int,
+    begins: bool,
+) -> None:
+    """No hidden states are recorded, and no context is written."""
+    prompts = [[3 + i, 7, *range(5, 9 + i)] for i in range(num_rows)]
+    graphs = Graphs(monkeypatch, tmp_path)
+    length: Any = Resting(lambda n: 0) if begins else Script(lambda n: 0, may_pay=False)
+    rounds = []
+    for head in (None, tmp_path):
+        engine = engine_of(lender, backend, head, length)
+        graphs.rounds.clear()
+        requests = [ask(engine, p, TOKENS, i) for i, p in enumerate(prompts)]
+        finish(engine)
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert request.tokens == greedy(lender.model, prompt, TOKENS)
+        rounds.append([*graphs.rounds])
+    # A row's head is left after so many rounds, and the round in flight then.
+    start = RESTS + 4 if begins else 0
+    assert rounds[0][start:] == rounds[1][start:]
+    assert (rounds[0][:start] != rounds[1][:start]) == begins
+
+
+@pytest.mark.parametrize(("num_rows", "drafting"), [(1, 0.4), (4, 0.1), (4, 1.5)])
+def test_prompts_are_read_by_a_useless_head_for_tries_alone(
+    lender: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    num_rows: int,
+    drafting: float,
+) -> None:
+    """A head that is always wrong is tried where it reads prompts, and then left.
+
+    It followed all rows of all waves, even if none of them could afford a try.
+    """
+    forwards = Forwards(num_rows, {1: 1.0, 2: 1.02, 9: 1.2}, 0.01, drafting)
+    known = ForwardCosts([forwards])
+    length = AutoLength(RoundCosts(known), ladder=(0, 1, 2), max_draft_tokens=K)
+    timing = Rounds._timing
+
+    def told(rounds: Rounds, round_: BatchRound, kept: Any) -> Any:
+        usual = timing(rounds, round_, kept)
+        seconds = known.round(usual.num_rows, usual.num_draft_tokens)
+        accepted = [(limit, 0) for limit, _ in usual.accepted]
+        return replace(usual, seconds=seconds, fair=True, accepted=accepted)
+
+    monkeypatch.setattr(Rounds, "_timing", told)
+    counts = Counter[str]()
+    observe, commit, dispatch = BlockRows.observe, BlockRows.commit, Rounds.dispatch
+
+    def observed(rows: Any, hidden: Any, following: Any, lengths: Any) -> None:
+        counts["prompts"] += max(lengths) > 0
+        observe(rows, hidden, following, lengths)
+
+    def committed(rows: Any, round_: Any, accepted: Any) -> None:
+        counts["followed"] += 1
+        commit(rows, round_, accepted)
+
+    def dispatched(rounds: Any, plan: BatchRound) -> None:
+        counts["rounds"] += not plan.first
+        counts["tries"] += plan.num_draft_tokens > 0
+        dispatch(rounds, plan)
+
+    monkeypatch.setattr(BlockRows, "observe", observed)
+    monkeypatch.setattr(BlockRows, "commit", committed)
+    monkeypatch.setattr(Rounds, "dispatch", dispatched)
+    engine = engine_of(lender, BEHIND, tmp_path, length, num_rows)
+    waves, tokens = 5, 96
+    for i in range(waves * num_rows):
+        ask(engine, [3, 5 + i, 7], tokens, i)
+    finish(engine)
+    assert 0 < counts["tries"] < counts["rounds"] / 8
+    assert counts["prompts"] <= counts["tries"]
+    assert counts["followed"] < counts["rounds"] / 2
