@@ -891,9 +891,7 @@ class AutoLength:
         full &= self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
         if not best and self._first_try(state.num_rows):
             return min(k for k in rates if k)
-        if (
-            self._budget <= 0 and not self._owed
-        ):  # nothing may be tried: most rounds end here
+        if self._budget <= 0:  # nothing may be tried: most rounds end here
             return best
         reach = max(self._budget, MOST_SAVED / 2)
         rounds = min(LONGEST, TIMED + len(state.in_flight))
@@ -939,7 +937,7 @@ class AutoLength:
             most = self._budget + EXPLORE * state.remaining * 2 / 3
             affordable = self._budget > 0
             if state.rests:
-                if self._owed:
+                if self._owed:  # else prompts are paid for, and never a try
                     return True
                 # What follows a round is about half of what drafting a token takes.
                 once *= state.rests / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,8 @@ class Graphs:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
         self.rounds: list[Counter[str]] = []
-        found, usual, dispatch = Counter[str](), mx.async_eval, DecodeBatch.dispatch
-        file = folder / "graph.dot"
+        found, dispatch, file = Counter[str](), DecodeBatch.dispatch, folder / "graph"
+        usual: Callable[..., None] = mx.async_eval
 
         def leaves(tree: Any) -> list[mx.array]:
             if isinstance(tree, mx.array):
@@ -70,7 +71,7 @@ class Graphs:
             return [leaf for part in parts for leaf in leaves(part)]
 
         def handed_over(*trees: Any) -> None:
-            mx.export_to_dot(str(file), *leaves(trees))  # type: ignore[no-untyped-call]
+            mx.export_to_dot(str(file), *leaves(trees))
             found.update(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
             usual(*trees)
             mx.eval(*trees)
