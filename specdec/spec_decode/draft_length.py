@@ -728,7 +728,6 @@ class AutoLength:
         self._budget = 0.2
         # Whether prompts were paid for a try that was not made yet.
         self._owed = False
-        self._save_at = 64
         # Of the last choice: the rates by k, and the best k, also before the last round
         # was read. Of the rounds read last: their k, how many in a row had it, and how
         # many of these were timed.
@@ -980,8 +979,8 @@ class AutoLength:
                 _, run, before = self._run if self._run[0] == k else (k, 0, 0)
                 self._run = k, run + 1, before + timed
             self.acceptance.observe(timing)
-            if self.costs.rounds >= self._save_at:
-                self._save_at = 2 * self.costs.rounds
+            rounds = self.costs.rounds
+            if rounds >= 64 and rounds.bit_count() == 1:
                 self._keep()
 
     def _pay(self, timing: RoundTiming, once: float) -> None:
