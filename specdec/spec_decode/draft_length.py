@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import exp, log, log2, sqrt
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import NormalDist
+from typing import Any, NamedTuple, Protocol
 
 from ..utils.printable import counted
 from ..utils.user_cache import CachedEntries, cache_path
@@ -50,6 +51,9 @@ EXPLORE, MOST_SAVED = 0.01, 8.0
 # Plain rounds saved up that pay for the first try of a draft whose costs only another
 # process has timed.
 FIRST_TRY = 1.0
+# Prompts are no try if they cost more than so many times what their rows save up;
+# of 2 to 5, the value that simulated jobs like best.
+AFFORD = 3.2
 # A k that was chosen stays until TIMED of its rounds were timed, for LONGEST rounds at
 # most: with one round in flight, only the second of two alike is timed.
 TIMED = 2
@@ -263,6 +267,45 @@ class Acceptance:
         """
         seen, expected = self._rows.get(row, (ALIKE, ALIKE))
         return seen / expected
+
+
+class Emission(NamedTuple):
+    """What rounds of one k bring a row, by renewal theory (Feller 1971, chapter XI).
+
+    Args:
+        mean: tokens of a round, m = E[Y].
+        variance: of the tokens of a round, v.
+        surplus: tokens of the last round beyond the row's end, E[Y(Y - 1)] / 2m.
+    """
+
+    mean: float = 1.0
+    variance: float = 0.0
+    surplus: float = 0.0
+
+    def rounds(self, num_tokens: float, late: float = 0.0) -> float:
+        """Rounds in which a row emits ``num_tokens``, about n / m.
+
+        Args:
+            late: standard deviations, each sqrt(n v / m^3), by which it is late.
+        """
+        rounds = (num_tokens + self.surplus) / self.mean
+        rounds += late * sqrt(num_tokens * self.variance / self.mean**3)
+        return min(rounds, num_tokens)
+
+
+def emissions(survival: Iterable[float]) -> list[Emission]:
+    """What a row emits in rounds of k = 0, 1, ..., by the survival up to k."""
+    by_k, mean, pairs = [Emission()], 1.0, 0.0
+    for j, s in enumerate(survival, 1):
+        mean, pairs = mean + s, pairs + 2 * j * s
+        variance = max(0.0, pairs + mean - mean**2)
+        by_k.append(Emission(mean, variance, pairs / 2 / mean))
+    return by_k
+
+
+def lateness(num_rows: int) -> float:
+    """The expected largest of so many standard normals (Blom 1958); 0 for one."""
+    return NormalDist().inv_cdf((num_rows - 0.375) / (num_rows + 0.25))
 
 
 def tokens_per_round(survival: Iterable[float]) -> list[float]:
@@ -586,8 +629,13 @@ class RoundCosts:
         return seconds / self.forwards.round(num_rows, 0)
 
     def prefill(self, num_rows: int, num_tokens: int) -> float:
-        """The cost of a drafter's forward of joining rows, in plain rounds."""
+        """The cost of a drafter's forward of joining rows, in plain rounds.
+
+        Where rows join, a block head's is to its rounds as the target's to plain ones.
+        """
         drafting = self.forwards.drafting(num_rows, 1)
+        if num_tokens and num_rows > 1 and self.forwards.at_once(num_rows):
+            drafting *= max(1, self.join_rounds)
         seconds = drafting + self.forwards.catch_up(num_rows, num_tokens)
         return seconds / self.forwards.round(num_rows, 0)
 
@@ -839,6 +887,25 @@ class AutoLength:
             return tokens[k]
         return sum(tokens[min(k, r)] for r in state.room) / len(state.room)
 
+    def _of_wave(
+        self, state: BatchState, ks: Sequence[int], *, doubt: float
+    ) -> dict[int, float]:
+        """Expected tokens in the time of a plain round of rows that begin together.
+
+        Where rows join together, the next ones wait for the last of these. They join
+        apart if that takes less: r rounds, with joins of j, become sqrt(2rj) - j more.
+        """
+        rates = self._rates(state, ks, doubt=doubt)
+        n, join = state.remaining, self.costs.join_rounds
+        emission = emissions(self.acceptance.survival(ks[-1], doubt=doubt))
+        for k in ks[1:] if join and n and len(state.room) > 1 else ():
+            rounds = emission[k].rounds(n)
+            last = emission[k].rounds(n, lateness(len(state.room)))
+            last = min(last, rounds + max(0.0, sqrt(2 * join * rounds) - join))
+            cost = self.costs.relative(state.num_rows, k, doubt=doubt)
+            rates[k] = min(rates[k], n / (last * cost))
+        return rates
+
     def _of_last_row(
         self, state: BatchState, ks: Sequence[int], tokens: Sequence[float]
     ) -> list[float]:
@@ -934,7 +1001,8 @@ class AutoLength:
             once = self.costs.prefill(state.num_rows, state.backlog)
             # No more than most of these rows save up: tries follow.
             most = self._budget + EXPLORE * state.remaining * 2 / 3
-            affordable = self._budget > 0
+            affordable = self._budget > 0 and once <= AFFORD * most
+            expected = self._rates if state.rests else self._of_wave
             if state.rests:
                 if self._owed:  # else prompts are paid for, and never a try
                     return True
@@ -942,7 +1010,7 @@ class AutoLength:
                 once *= state.rests / 2
                 affordable = most >= once
             for doubt in (0.0, 1.0) if affordable else (0.0,):
-                rates = self._rates(state, ks, doubt=doubt)
+                rates = expected(state, ks, doubt=doubt)
                 for k in ks[1:]:
                     rounds = state.remaining / 2 / max(1.0, rates[k])
                     if rounds * (rates[k] - 1) > once:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from specdec.spec_decode.draft_length import Acceptance, RoundTiming, tokens_per_round
+from specdec.spec_decode.draft_length import (
+    Acceptance,
+    RoundTiming,
+    emissions,
+    lateness,
+    tokens_per_round,
+)
 
 
 def observe(acceptance: Acceptance, rows: list[tuple[int, int]]) -> None:
@@ -81,3 +88,28 @@ def test_tokens_per_round() -> None:
     a = 0.75
     expected = tokens_per_round([a**j for j in range(1, 5)])
     assert expected == pytest.approx([(1 - a ** (k + 1)) / (1 - a) for k in range(5)])
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+@pytest.mark.parametrize("num_tokens", [16, 32, 128])
+@pytest.mark.parametrize(
+    "chances", [(0.72, 0.66, 0.67, 0.69, 0.63, 0.62), (0.5, 0.55, 0.6, 0.6), (0.2,) * 4]
+)
+def test_the_last_of_many_rows(
+    num_rows: int, num_tokens: int, chances: tuple[float, ...]
+) -> None:
+    """Catches rounds that are counted as if all rows ended with the mean one."""
+    rng, times, rounds = random.Random(1), max(20, 1000 // num_rows), 0
+    for _ in range(times):
+        last = 0
+        for _ in range(num_rows):
+            left, taken = num_tokens, 0
+            while left > 0:
+                wrong = (j for j, c in enumerate(chances) if rng.random() >= c)
+                left -= 1 + next(wrong, len(chances))
+                taken += 1
+            last = max(last, taken)
+        rounds += last
+    survival = [math.prod(chances[:j]) for j in range(1, len(chances) + 1)]
+    expected = emissions(survival)[-1].rounds(num_tokens, lateness(num_rows))
+    assert expected == pytest.approx(rounds / times, rel=0.07)

@@ -9,7 +9,7 @@ them, so they say little about other jobs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -140,6 +140,42 @@ def test_short_jobs_lose_little(draft: str, tmp_path: Path) -> None:
             later = AutoLength(*stored, max_draft_tokens=job.most)
             rates[2] += plain / job.seconds(later, seed) / 7
         assert min(rates) > SHORT[draft][2], (rows, rates)
+
+
+def few_rounds(rows: int, cost: float, chances: Sequence[float], path: Path) -> float:
+    """Rate relative to plain decoding: two waves of 16 or 32 tokens a row.
+
+    Times of rounds and prompts are as on one H200.
+    """
+    plain, spread = 6.0, [0.97 + 0.008 * i for i in range(11)]
+    ms = {k: [m * x for x in spread] for k, m in {0: plain, 6: plain * cost}.items()}
+    rates = []
+    for tokens, alike in ((16, True), (32, True), (32, False)):
+        job = Job(
+            "head", rows, tokens, ms, chances, head=True, lag=1, join=4 * plain,
+            near=4.0, absorb=6 * plain, join_rounds=4, alike=alike,
+        )  # fmt: skip
+        for seed in range(3):
+            length, store = auto(job), CostStore(path / f"{rows}-{tokens}-{seed}.json")
+            none = job.seconds(Script(lambda _: 0, may_pay=False), seed)
+            for earlier in (100, 200, 300):
+                job.seconds(length, seed + earlier)
+            store.save("pair", length.costs, length.acceptance)
+            stored = store.load("pair", **device(job))
+            later = AutoLength(*stored, max_draft_tokens=job.most)
+            rates += [none / job.seconds(each, seed) for each in (length, later)]
+    return sum(rates) / len(rates)
+
+
+def test_jobs_of_a_few_rounds_lose_little(tmp_path: Path) -> None:
+    """Catches a draft whose rows end apart by chance, and prompts that never pay."""
+    rates = {
+        (rows, chances): few_rounds(rows, cost, chances, tmp_path)
+        for rows, cost in ((32, 1.5), (64, 2.1))
+        for chances in ((0.68,), (0.56,), (0.68, 0.56))
+    }
+    assert sum(rates.values()) / len(rates) > 0.98, rates
+    assert min(rates.values()) > 0.95, rates
 
 
 # -- staircases ------------------------------------------------------------
