@@ -7,9 +7,10 @@ row that does not fit yet waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
+from ..backend import MANY_TOKENS
 from ..errors import MemoryLimitError
 from ..memory import MemoryPlan, RowNeeds
 from ..prompts.images import PlacedImage
@@ -29,6 +30,10 @@ class Preflight:
 
     plan: MemoryPlan
     limit: int
+    # By what else decides: prompt tokens and tokens in all of a request that fits.
+    _fitting: dict[Hashable, tuple[int, int]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def check_models(self, image_tokens: int = 0) -> None:
         """Refuse models that leave no room for the smallest request.
@@ -64,6 +69,8 @@ class Preflight:
             MemoryLimitError: it does not fit; the message has the numbers.
         """
         row = RowNeeds(prompt_tokens, params, _largest(images))
+        if self._fits_like_another(row):
+            return
         needed = self.plan.peak([row])
         if needed <= self.limit:
             return
@@ -76,6 +83,29 @@ class Preflight:
             f"{format_size(self.limit)}: shorten it, lower --max-tokens or "
             f"--prefill-step-size, {way}add --kv-bits, or raise --memory-limit"
         )
+
+    def _fits_like_another(self, row: RowNeeds) -> bool:
+        """Whether a like request of as many tokens or more fits.
+
+        More tokens need more memory, unless their chunk is so wide that fewer layers
+        are under way at once.
+        """
+        scored = row.params.prompt_logprobs is not None
+        kind = row.steps, row.filters, row.image_tokens, scored
+        prompt, context = self._fitting.get(kind, (0, 0))
+        if row.prompt_tokens <= prompt and row.context <= context:
+            return True
+        prompt, context = max(row.prompt_tokens, prompt), max(row.context, context)
+        more = context - prompt
+        least = min(row.params.min_tokens, more)
+        params = replace(row.params, max_tokens=more, min_tokens=least)
+        most = RowNeeds(prompt, params, row.image_tokens)
+        fits = prompt < MANY_TOKENS // 2 and self.plan.peak([most]) <= self.limit
+        if fits:
+            if len(self._fitting) >= 64:
+                self._fitting.clear()
+            self._fitting[kind] = prompt, context
+        return fits
 
     def _prefix_share(self, row: RowNeeds) -> tuple[str, str]:
         """The prefix store's share of a row's peak and how to lower it, as text."""

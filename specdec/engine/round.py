@@ -370,6 +370,7 @@ class Rounds:
         # token, as a row must whose caches a draft has spoiled.
         at_once = by_token if k else drafted and self._target.single_stays
         lookahead = 0 if self._rules.needs_tokens or at_once else LOOKAHEAD
+        exact |= k == 0  # nothing is accepted anyway
         return BatchRound(k, tuple(limits), lookahead, exact, k > 0 or drafted, chosen)
 
     def most_for(self, request: Request, length: int) -> int:
@@ -433,8 +434,7 @@ class Rounds:
         if not plan.exact:  # the device knows which rows are too long
             fits = committed.lengths <= self._longest
             limit = mx.where(fits, limit, mx.minimum(limit, 0))
-        hidden = self._target.hidden if self._serves else None
-        checks = plan.checks
+        hidden, checks = self._target.hidden, plan.checks
         decision = rules.decide(
             round_, inputs, proposals, logits, limit, hidden=hidden, checks=checks
         )

@@ -357,7 +357,9 @@ class ModelRows:
             for cache, other in zip(self._caches, beside._caches, strict=True):
                 cache.begin_like(other)
         self._max_round, self._single_stays = max_round, options.single_stays
-        #: Hidden states of the last forward, shape (B, S, D), if layers are recorded.
+        #: Whether anyone reads the hidden states, if layers are recorded.
+        self.records = True
+        #: Hidden states of the last forward, shape (B, S, D), if they are read.
         self.hidden: mx.array | None = None
         #: Tokens of every row that the last prefill chunk wrote, and that all chunks
         #: so far have written.
@@ -601,7 +603,7 @@ class ModelRows:
             done = self.runner.compiled(inputs, self._caches, padding=padding)
             if done is not None:
                 written: mx.array = done[0]
-                self.hidden = done[1]
+                self.hidden = done[1] if self.records else None
                 return written
         if not padding:
             return self._forward(tokens, *shift)
@@ -621,7 +623,8 @@ class ModelRows:
         model = self.runner.model if model is None else model
         logits: mx.array = model(tokens, *more, cache=self._caches, **inputs)
         if self.runner.recorder is not None:
-            self.hidden = self.runner.recorder.take()
+            hidden = self.runner.recorder.take()
+            self.hidden = hidden if self.records else None
         return logits
 
     def _padded_forward(
@@ -680,7 +683,7 @@ class ModelRows:
             return None
         done = self.runner.compiled(arrays, self._caches, **how)
         if done is not None and self.runner.recorder is not None:
-            self.hidden = done[1]
+            self.hidden = done[1] if self.records else None
         return done
 
     def kept(self, place: int) -> tuple[Any, tuple[Any, Any, mx.array]]:

@@ -753,7 +753,7 @@ class AutoLength:
         forwards: measures forwards at a batch size, before its first round.
         measured_rows: the number of rows to measure with; ``None``: as many as the
             batch has.
-        save: saves what was learnt; called now and then.
+        save: saves what was learnt, see :meth:`CostStore.save`; called now and then.
     """
 
     def __init__(
@@ -765,7 +765,7 @@ class AutoLength:
         max_draft_tokens: int = LADDER[-1],
         forwards: Callable[[int], Forwards] | None = None,
         measured_rows: int | None = None,
-        save: Callable[[RoundCosts, Acceptance], None] | None = None,
+        save: Callable[[RoundCosts, Acceptance, bool], None] | None = None,
     ):
         self.costs, self.acceptance = costs, acceptance or Acceptance()
         self.max_draft_tokens = max_draft_tokens
@@ -829,11 +829,11 @@ class AutoLength:
         assert self._forwards is not None
         with self._lock:
             self.costs.add(self._forwards(num_rows))
-            self._keep()
+            self._keep(waits=True)
 
-    def _keep(self) -> None:
+    def _keep(self, *, waits: bool) -> None:
         if self._save is not None:
-            self._save(self.costs, self.acceptance)
+            self._save(self.costs, self.acceptance, waits)
 
     def choose(self, state: BatchState) -> int:
         """k of the next round."""
@@ -1049,7 +1049,7 @@ class AutoLength:
             self.acceptance.observe(timing)
             rounds = self.costs.rounds
             if rounds >= 64 and rounds.bit_count() == 1:
-                self._keep()
+                self._keep(waits=False)
 
     def _pay(self, timing: RoundTiming, once: float) -> None:
         """Charge what a round lost by having another k than the best."""
@@ -1121,8 +1121,15 @@ class CostStore:
             return costs(ForwardCosts()), Acceptance()
         return costs(ForwardCosts(forwards), excess), Acceptance(chances)
 
-    def save(self, key: str, costs: RoundCosts, acceptance: Acceptance) -> None:
-        """Add what is known to the file, atomically."""
+    def save(
+        self, key: str, costs: RoundCosts, acceptance: Acceptance, waits: bool = True
+    ) -> None:
+        """Add what is known to the file, atomically.
+
+        Args:
+            waits: until it is on the disk, which takes as long as several rounds.
+                Otherwise a thread writes it, at the latest before the process ends.
+        """
         entry: dict[str, Any] = {
             "forwards": [
                 {
@@ -1137,7 +1144,19 @@ class CostStore:
             "excess": [[*at, each.excess] for at, each in costs.timed.items() if at[1]],
             "acceptance": acceptance.chances,
         }
-        self._entries.save(key, entry)
+
+        def write() -> None:
+            with _writing:
+                self._entries.save(key, entry)
+
+        if waits:
+            write()
+        else:
+            threading.Thread(target=write, name="specdec-costs").start()
+
+
+# A file is read and replaced by one thread at a time.
+_writing = threading.Lock()
 
 
 def _number(

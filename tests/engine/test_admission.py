@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from specdec import EngineConfig, MemoryLimitError, SamplingParams, SpecDecoder
 from specdec import backend as backend_
 from specdec.engine.admission import Preflight
 from specdec.engine.engine import Engine
-from specdec.memory import CacheGeometry, MemoryPlan, ModelGeometry
+from specdec.memory import CacheGeometry, MemoryPlan, ModelGeometry, RowNeeds
 from specdec.memory.planning import plan_memory
 from specdec.models import LoadedModel
 from specdec.models.runner import ModelRunner
@@ -180,6 +181,44 @@ def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:
     plan = replace(plan, target=replace(plan.target, loading_bytes=99 * MIB))
     with pytest.raises(MemoryLimitError, match=r"MB of weights\) and"):
         Preflight(plan, 20 * MIB).check_models()
+
+
+def test_a_request_is_served_only_if_it_fits_itself() -> None:
+    """Whatever requests were checked before, also those with other steps."""
+    rng = random.Random(0)
+    layers = (CacheGeometry(slot_bytes=16),) * 4
+    plain, small = model(), model(score_bytes=0, caches=layers)
+    # Of wide chunks, fewer layers are under way, so that they need less.
+    by_layers = replace(BEHIND, prefills_by_layers=True)
+    for target, backend, step in (
+        (plain, AT_ONCE, 64), (plain, AT_ONCE, 8192), (small, by_layers, 8192)
+    ):  # fmt: skip
+        plan = MemoryPlan(
+            target=target, draft=target, num_draft_tokens=2, backend=backend,
+            prefill_step_size=step,
+        )  # fmt: skip
+        asked = [
+            (
+                rng.choice((1, 30, 700, 1900, 4000, 4090, 4096, 5000)),
+                SamplingParams(
+                    max_tokens=rng.choice((1, 40, 900)),
+                    min_tokens=rng.choice((0, 1)),
+                    temperature=1.0,
+                    top_k=rng.choice((0, 3)),
+                ),
+            )
+            for _ in range(200)
+        ]
+        needs = [plan.peak([RowNeeds(*each)]) for each in asked]
+        limit = sorted(needs)[len(needs) // 2]
+        served = Preflight(plan, limit)
+        for each, needed in zip(asked, needs, strict=True):
+            try:
+                served.check(*each)
+            except MemoryLimitError:
+                assert needed > limit, each
+            else:
+                assert needed <= limit, each
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:

@@ -368,8 +368,9 @@ def test_what_is_thought_better_is_tried_first() -> None:
 
 
 def test_costs_are_measured_once_per_batch_size() -> None:
+    """No round waits until what was learnt is on the disk."""
     measured: list[int] = []
-    saved: list[int] = []
+    saved: list[tuple[int, bool]] = []
     cost = gpu(0.2)
 
     def measure(num_rows: int):  # type: ignore[no-untyped-def]
@@ -379,14 +380,14 @@ def test_costs_are_measured_once_per_batch_size() -> None:
     length = AutoLength(
         RoundCosts(ForwardCosts()),
         forwards=measure,
-        save=lambda costs, acceptance: saved.append(costs.rounds),
+        save=lambda costs, acceptance, waits: saved.append((costs.rounds, waits)),
     )
     for num_rows in (8, 8, 7, 6, 1, 8):
         prepare(length, num_rows)
     assert measured == [8, 1]
-    assert saved == [0, 0]
+    assert saved == [(0, True)] * 2
     observe(length, cost, 0, 0, 300)
-    assert saved == [0, 0, 64, 128, 256]
+    assert saved[2:] == [(64, False), (128, False), (256, False)]
 
 
 def test_costs_of_one_row_may_stand_for_all() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,19 @@ def test_the_users_cache_folder(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert CostStore().path == tmp_path / ".cache" / "specdec" / "costs.json"
+
+
+def test_what_is_saved_beside_rounds_is_on_the_disk_when_the_process_ends(
+    tmp_path: Path,
+) -> None:
+    """Threads that replace the file at once lose no entry of each other."""
+    program = f"""if True:
+        from tests.spec_decode.draft_length.test_store import *
+        for i in range(20):
+            CostStore(Path({str(tmp_path / "costs.json")!r})).save(
+                str(i), costs(), Acceptance(), False
+            )
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+    store = CostStore(tmp_path / "costs.json")
+    assert all(store.load(str(i))[0].forwards.measured for i in range(20))
