@@ -333,6 +333,9 @@ class EndedRow:
 class ModelRows:
     """The caches of some rows of a model, and forwards through them."""
 
+    #: Whether anyone reads the hidden states, if layers are recorded.
+    records: bool = True
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -357,8 +360,6 @@ class ModelRows:
             for cache, other in zip(self._caches, beside._caches, strict=True):
                 cache.begin_like(other)
         self._max_round, self._single_stays = max_round, options.single_stays
-        #: Whether anyone reads the hidden states, if layers are recorded.
-        self.records = True
         #: Hidden states of the last forward, shape (B, S, D), if they are read.
         self.hidden: mx.array | None = None
         #: Tokens of every row that the last prefill chunk wrote, and that all chunks
