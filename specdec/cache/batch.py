@@ -246,7 +246,6 @@ class BatchCache(CacheCore):
             CacheError: bits or group size are not supported, or do not fit.
         """
         packed = self._like(self.batch_size, bits=bits, group_size=group_size)
-        self._settle()
         codec, arrays = self._storage.codec, self._storage.arrays
         if arrays is not None:
             packed._storage.arrays = packed._storage.codec.encode(*codec.dense(arrays))
@@ -298,7 +297,9 @@ class BatchCache(CacheCore):
         ring = self.ring
         held = list(range(length)) if ring is None else ring.positions(length)
         slots = self.layout.slots(mx.array(held))
-        return self._make_single(self._storage.row(idx, slots), length)
+        arrays = self._storage.row(idx, slots)
+        mx.async_eval(arrays)
+        return self._make_single(arrays, length)
 
     # -- prefixes ------------------------------------------------------------
 
@@ -312,7 +313,8 @@ class BatchCache(CacheCore):
     def columns(self, row: int, positions: Sequence[int]) -> Arrays:
         """A copy of what row ``row`` holds at ``positions``, as it is stored.
 
-        The caller must know that the row still holds them.
+        The caller must know that the row still holds them, and hands the copy to the
+        device before the next write.
 
         Returns:
             Arrays of shape (1, heads, len(positions), features).
@@ -397,6 +399,7 @@ class BatchCache(CacheCore):
     def keys(self, keys: Any) -> None:
         # Some models make the keys depend on other arrays, or drop the values.
         self._storage.arrays = self._storage.codec.collect(keys, self.values)
+        self._storage.lent = True
 
     @property
     def values(self) -> Any:
@@ -407,6 +410,7 @@ class BatchCache(CacheCore):
     @values.setter
     def values(self, values: Any) -> None:
         self._storage.arrays = self._storage.codec.collect(self.keys, values)
+        self._storage.lent = True
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -421,6 +425,7 @@ class BatchCache(CacheCore):
         self.__dict__ = vars(self._like(0, **options))
         if keys is not None:
             self._storage.arrays = self._storage.codec.collect(keys, values)
+            self._storage.lent = True
         self._restore(offset)
         if self.ring is not None:
             self.ring.reach, self.ring.undone = counters

@@ -24,6 +24,7 @@ from typing import Any, Self, TypedDict, TypeVar
 import mlx.core as mx
 
 from ..backend import defaults
+from ..cuda.cache_write import Unwritten
 from ..errors import CacheError
 from .capacity import grown_capacity
 from .positions import (
@@ -249,7 +250,7 @@ class CacheCore:
     @property
     def unpacked_nbytes(self) -> int:
         """Bytes of dense copies of all slots, where attention gets unpacked ones."""
-        arrays = self._storage.arrays
+        arrays = self._storage.current()
         if arrays is None or not (self.unpacks and self.packing):
             return 0
         packed = sum(a.nbytes for a in arrays if a.dtype == mx.uint32)
@@ -262,7 +263,7 @@ class CacheCore:
 
     def empty(self) -> bool:
         """Whether nothing is allocated: never written, or no rows left."""
-        return self._storage.arrays is None
+        return self._storage.empty
 
     def size(self) -> int:
         """Tokens held for the longest row (reads ``offset`` unless the host knows)."""
@@ -361,8 +362,12 @@ class CacheCore:
             raise CacheError(f"{rows} rows were written to a cache of {len(offset)}")
         updates = storage.codec.encode(keys, values)
         longest, capacity, extent = self._make_room(num_tokens)
-        if storage.arrays is None:  # so all rows start in slot 0
+        later = self._options["in_place"] and not self.packing
+        later = later and num_tokens <= FEW_TOKENS
+        unwritten: Any = None
+        if self.empty():  # so all rows start in slot 0
             storage.write_first(updates, capacity)
+            unwritten = Unwritten(storage, extent)
         else:
             slots = self._memo.get(
                 ("slots", layout),
@@ -370,14 +375,12 @@ class CacheCore:
                 num_tokens,
                 lambda: layout.slots(positions_after(offset, num_tokens)),
             )
-            in_place = self._options["in_place"] and not self.packing
-            if in_place and num_tokens <= FEW_TOKENS:
-                self._advance(num_tokens, longest)
-                unwritten: Any = storage.write_later(updates, slots, extent)
-                return unwritten, unwritten
-            storage.write(updates, slots)
+            if later:
+                unwritten = storage.write_later(updates, slots, extent)
+            else:
+                storage.write(updates, slots)
         self._advance(num_tokens, longest)
-        return self._read(extent)
+        return (unwritten, unwritten) if later else self._read(extent)
 
     def _make_room(self, num_tokens: int) -> tuple[int, int, int]:
         """Grow for a write; return what :meth:`_after` does.
@@ -390,17 +393,8 @@ class CacheCore:
         if self.ring is not None:
             self.ring.check(num_tokens, longest)
         if capacity > before:
-            self._settle()
             self._storage.grow(capacity)
         return after
-
-    def _settle(self) -> None:
-        """Hand over what was written in place, before the arrays are copied.
-
-        MLX does not know that a copy has to wait for it, unless it begins later.
-        """
-        if self._options["in_place"] and self._storage.arrays is not None:
-            mx.async_eval(self._storage.arrays)
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         self._count(num_tokens, longest)
@@ -692,11 +686,16 @@ class CacheCore:
 
     def given(self) -> tuple[Hashable, Arrays]:
         """The inputs of a graph of the next write: their form, and the arrays."""
-        return None, self._storage.arrays or ()
+        return None, self._storage.parts(in_place=bool(self._options["in_place"]))
 
     def left(self) -> tuple[Any, Arrays]:
         """The outputs of that graph for :meth:`take`: their form, and the arrays."""
-        return None, self.arrays
+        return self.given()
+
+    @property
+    def written(self) -> Any:
+        """What is computed once all writes are; it is not to be read."""
+        return self._storage.current(), self.offset
 
     def without_arrays(self) -> Self:
         """A copy of this cache that holds no arrays, only what the host knows."""
@@ -711,7 +710,7 @@ class CacheCore:
         """A cache like this one that holds the given arrays."""
         twin = copy.copy(self)
         twin._storage, twin._memo = copy.copy(self._storage), memo
-        twin._storage.arrays = arrays or None
+        twin._storage.take(arrays, in_place=bool(self._options["in_place"]))
         twin.ring = copy.copy(self.ring)
         twin.offset = offset
         return twin
@@ -736,7 +735,7 @@ class CacheCore:
         Raises:
             CacheError: that is more than a ring can take back.
         """
-        self._storage.arrays = arrays
+        self._storage.take(arrays, in_place=bool(self._options["in_place"]))
         self.offset = offset
         self._count(num_tokens, self._longest + num_tokens)
         if valid:

@@ -62,6 +62,11 @@ class BatchCacheList:
         """Bytes allocated."""
         return sum(c.nbytes for c in self.caches)
 
+    @property
+    def written(self) -> list[Any]:
+        """What is computed once all writes are."""
+        return [c.written for c in self.caches]
+
     def size(self) -> int:
         return max(c.size() for c in self.caches)
 

@@ -100,6 +100,10 @@ class StateStorage(Storage):
     def grow(self, capacity: int) -> None:
         """States do not grow."""
 
+    def take(self, arrays: Arrays, *, in_place: bool) -> None:
+        """Hold new states."""
+        self.arrays = arrays or None
+
     def blank(self, rows: int) -> StateStorage:
         """A storage like this one, with ``rows`` rows of zeros."""
         return StateStorage(super().blank(rows).arrays)
@@ -556,6 +560,11 @@ class BatchRecurrentCache(BatchCache):
     def held_bytes(self) -> int:
         """Bytes of the inputs of the last write, held to take tokens back."""
         return sum(a.nbytes for _, write in self._written for a in write.arrays)
+
+    @property
+    def written(self) -> Any:
+        """As in the base class."""
+        return self.state
 
     @property
     def state(self) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -125,6 +126,14 @@ class QuantizedCodec:
         return tuple(keys) + tuple(values)
 
 
+@cache
+def _nothing(dtype: mx.Dtype) -> mx.array:
+    """What a write comes after if nothing is before it."""
+    array = mx.zeros((1, 1, 1, 1), dtype)
+    mx.eval(array)
+    return array
+
+
 def _widened(arrays: Arrays, capacity: int) -> Arrays:
     """Copies of ``arrays`` with zeroed slots appended up to ``capacity``."""
     # This copies even with nothing to append: the arrays of a first write may be views
@@ -166,12 +175,23 @@ def placed(arrays: Arrays, updates: Arrays, index: Index) -> Arrays:
 class Storage:
     """Rows of slots; knows nothing of positions.
 
+    MLX does not know of writes in place, so their order is kept here. What reads the
+    arrays is handed to the device before the next such write, as wide forwards are, or
+    the write depends on it (:attr:`after`). Who gets them by :attr:`arrays` may read
+    them at any time, since the next write goes to a copy.
+
     Attributes:
         least: the fewest slots that the first write allocates.
         waiting: what attention is to write, see :meth:`write_later`.
+        after: what the next write in place has to come after: the result of attention,
+            or of the write before. ``None``: MLX made the arrays, and attention of few
+            tokens has not read them.
+        lent: whether arrays that are written in place may be held elsewhere.
     """
 
     waiting: Unwritten | None
+    after: mx.array | None
+    lent: bool
     _arrays: Arrays | None
 
     def __init__(self, codec: Codec, arrays: Arrays | None = None):
@@ -183,16 +203,60 @@ class Storage:
     def arrays(self) -> Arrays | None:
         """What is stored; ``None`` until the first write, which fixes shapes and types.
 
-        If a write waits for attention, MLX writes now.
+        These arrays keep their contents.
         """
-        if (waiting := self.waiting) is not None:
-            self.waiting = None
-            self.write(waiting.new, waiting.slots)
-        return self._arrays
+        arrays = self.settled()
+        self.lent = True
+        return arrays
 
     @arrays.setter
     def arrays(self, arrays: Arrays | None) -> None:
-        self.waiting, self._arrays = None, arrays
+        self.waiting, self.after, self._arrays, self.lent = None, None, arrays, False
+
+    def current(self) -> Arrays | None:
+        """The arrays, for attention and for who waits until they are computed."""
+        if (waiting := self.waiting) is not None:
+            waiting.written(waiting.new[0])
+        return self._arrays
+
+    def settled(self) -> Arrays | None:
+        """The arrays, for reads that are handed to the device before the next write.
+
+        Writes in place are handed over now, as a read in the same graph may miss them.
+        """
+        arrays = self.current()
+        if self.after is not None:
+            assert arrays is not None
+            mx.async_eval(arrays)
+        return arrays
+
+    def unshare(self) -> None:
+        """Copy the arrays if something else may hold them."""
+        if self.lent and (arrays := self.settled()) is not None:
+            self.arrays = _widened(arrays, self.capacity)
+
+    def parts(self, *, in_place: bool) -> Arrays:
+        """The arrays for a graph, and :attr:`after` in one shape with ``in_place``."""
+        if not in_place or self.empty:
+            return self.current() or ()
+        self.unshare()
+        arrays, after = self.current(), self.after
+        assert arrays is not None
+        if after is None:
+            after = _nothing(arrays[-1].dtype)
+        return *arrays, after[:1, :1, :1, :1]
+
+    def take(self, arrays: Arrays, *, in_place: bool) -> None:
+        """Hold what :meth:`parts` returned."""
+        if in_place and arrays:
+            self.arrays, self.after = arrays[:-1], arrays[-1]
+        else:
+            self.arrays = arrays or None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was written."""
+        return self._arrays is None
 
     @property
     def capacity(self) -> int:
@@ -202,7 +266,7 @@ class Storage:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return 0 if self.arrays is None else sum(a.nbytes for a in self.arrays)
+        return sum(a.nbytes for a in self._arrays or ())
 
     @property
     def dtype(self) -> mx.Dtype | None:
@@ -212,8 +276,8 @@ class Storage:
 
     def grow(self, capacity: int) -> None:
         """Append zeroed slots up to ``capacity``; one copy, nothing else held."""
-        if self.arrays is not None and capacity > self.capacity:
-            self.arrays = _widened(self.arrays, capacity)
+        if capacity > self.capacity and (arrays := self.settled()) is not None:
+            self.arrays = _widened(arrays, capacity)
 
     def write(self, updates: Arrays, slots: mx.array) -> None:
         """Put ``updates``, shape (B, H, S, D), into ``slots``, shape (B, S).
@@ -231,10 +295,11 @@ class Storage:
     def write_later(self, updates: Arrays, slots: mx.array, extent: int) -> Unwritten:
         """As :meth:`write`, in place and once attention asks for ``extent`` slots.
 
-        Dense keys and values only. Nothing may hold the arrays and read them later.
+        Dense keys and values only.
         """
-        assert self.arrays is not None
-        self.waiting = waiting = Unwritten(self, updates, slots, extent)
+        self.current()
+        self.unshare()
+        self.waiting = waiting = Unwritten(self, extent, updates, slots)
         return waiting
 
     def write_first(self, updates: Arrays, capacity: int) -> None:
@@ -242,8 +307,8 @@ class Storage:
         self.arrays = _widened(updates, max(capacity, self.least))
 
     def read(self, extent: int) -> Arrays:
-        """The first ``extent`` slots."""
-        arrays = self.arrays
+        """The first ``extent`` slots, for attention."""
+        arrays = self.current()
         assert arrays is not None
         if extent == arrays[0].shape[2]:
             return arrays
@@ -322,9 +387,13 @@ class Storage:
         )
 
     def row(self, row: int, slots: mx.array) -> Arrays:
-        """A copy of the given slots of one row, shape (1, H, len(slots), D)."""
-        assert self.arrays is not None
-        return tuple(mx.contiguous(a[row : row + 1][:, :, slots]) for a in self.arrays)
+        """A copy of the given slots of one row, shape (1, H, len(slots), D).
+
+        It has to be handed to the device before the next write.
+        """
+        arrays = self.settled()
+        assert arrays is not None
+        return tuple(mx.contiguous(a[row : row + 1][:, :, slots]) for a in arrays)
 
     @classmethod
     def stack(cls, parts: Sequence[tuple[Storage, int]]) -> Storage:

@@ -46,17 +46,21 @@ def attending_by(kernel: Any) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        if isinstance(keys, Unwritten):
-            queries, keys, values = keys.written(queries)
+        unwritten = keys if isinstance(keys, Unwritten) else None
+        if unwritten is not None:
+            queries, keys, values = unwritten.written(queries)
         # Without a cache the model may be training, and the kernel has no gradient.
         usual = cache is None or sinks is not None
+        result: mx.array
         if usual or not kernel.takes(queries, keys, values, mask):
-            theirs: mx.array = _USUAL(
+            result = _USUAL(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
             )
-            return theirs
-        ours: mx.array = kernel.attention(queries, keys, values, scale, mask)
-        return ours
+        else:
+            result = kernel.attention(queries, keys, values, scale, mask)
+        if unwritten is not None:
+            unwritten.read_by(result)
+        return result
 
     return attend
 
@@ -99,13 +103,10 @@ def take_few_queries(model: nn.Module) -> None:
     This tries the kernel, and writes in place before it, for the head sizes and types
     that the model has.
     """
-    modules: list[tuple[str, Any]] = model.named_modules()
-    for _, module in modules:
-        kind = attending_kind(module.__class__)
-        if kind is None:
-            continue
+    for module in _attending(model):
         forms = [form for form in _forms(module) if decode_attention.proven(form)]
-        if forms:
+        kind = attending_kind(module.__class__)
+        if forms and kind is not None:
             module.__class__ = kind
         for form in forms:
             cache_write.proven(form)
@@ -113,14 +114,16 @@ def take_few_queries(model: nn.Module) -> None:
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
     """The proofs that :func:`take_few_queries` asks for: one for each form."""
-    modules: list[tuple[str, Any]] = model.named_modules()
-    forms = [
-        form
-        for _, module in modules
-        if attending_kind(module.__class__) is not None
-        for form in _forms(module)
-    ]
+    forms = [form for module in _attending(model) for form in _forms(module)]
     return [*decode_attention.proven.of(forms), *cache_write.proven.of(forms)]
+
+
+def _attending(model: nn.Module) -> list[Any]:
+    """Modules that call mlx-lm's attention, or :func:`attend`."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    kinds: set[Any] = {type(module) for _, module in modules}
+    ours = {k for k in kinds if hasattr(k, "attend") or attending_kind(k) is not None}
+    return [module for _, module in modules if type(module) in ours]
 
 
 def _forms(module: nn.Module) -> Iterable[tuple[int, mx.Dtype]]:

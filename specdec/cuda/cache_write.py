@@ -1,12 +1,12 @@
 """Writes new keys and values into a cache that commands in flight still read.
 
 MLX copies an array that something in flight holds, and attention of the forward before
-holds every cache. This kernel writes into its inputs. MLX does not know that; it knows
-that the kernel copies the queries, and runs what reads the copy afterwards. So keys and
-values may be read by attention of these queries, by what depends on it, and by what is
-handed to the device later. The next tokens have to depend on this attention, or to be
-handed over later: so their writes come after it. A cache that is copied, as it is when
-it grows, hands over what was written first (``CacheCore._settle``).
+holds every cache. This kernel writes into its inputs. MLX does not know that. It knows
+that the kernel reads what the write comes after, and copies the queries, and runs what
+reads the copy afterwards. So keys and values may be read by attention of these queries,
+by what depends on it, and by what is handed to the device later. The next write reads
+the result of this attention, so it comes after it.
+:class:`specdec.cache.storage.Storage` keeps this order.
 
 Metal is left out, because MLX runs command buffers there at the same time unless one
 reads what it knows another to write.
@@ -14,7 +14,6 @@ reads what it knows another to write.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +24,9 @@ from .decode_attention import Form
 from .kernels import TYPES, cuda_kernel
 from .proofs import Proofs
 
-#: Set to 1, caches are written in place. It is off until all of this, the proof
-#: included, has run on a GPU.
-SWITCH = "SPECDEC_WRITE_IN_PLACE"
 Arrays = tuple[mx.array, ...]
 THREADS = 256
-_INPUTS = ("q", "k", "v", "new_k", "new_v", "slots")
+_INPUTS = ("q", "k", "v", "new_k", "new_v", "slots", "after")
 # A thread copies an element of the queries, (B, H, S, D). Those of the first heads
 # write an element of the keys and one of the values, too.
 SOURCE = """
@@ -54,7 +50,11 @@ SOURCE = """
 
 
 def write(
-    queries: mx.array, cache: Arrays, new: Arrays, slots: mx.array
+    queries: mx.array,
+    cache: Arrays,
+    new: Arrays,
+    slots: mx.array,
+    after: mx.array | None = None,
 ) -> tuple[mx.array, Arrays]:
     """Write ``new`` keys and values into ``slots`` of ``cache``.
 
@@ -63,6 +63,7 @@ def write(
         cache: keys and values, (B, KV, L, D) each, contiguous; nothing else holds them.
         new: keys and values, (B, KV, S, D) each.
         slots: shape (B, S), int32.
+        after: what the write comes after, of any shape.
 
     Returns:
         The queries that attention has to read, and the same arrays as ``cache``.
@@ -71,7 +72,7 @@ def write(
     (out,) = cuda_kernel(
         f"cache_write_{TYPES[dtype]}", SOURCE, _INPUTS, ("out",), copies_views=False
     )(
-        inputs=[queries, *cache, *new, slots],
+        inputs=[queries, *cache, *new, slots, queries if after is None else after],
         template=[("T", dtype)],
         grid=(-(-queries.size // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -80,11 +81,6 @@ def write(
     )
     # Whoever waits for the cache waits for the write.
     return out, tuple(mx.depends(list(cache), [out]))
-
-
-def allowed() -> bool:
-    """Whether the user has asked for writes in place."""
-    return os.environ.get(SWITCH, "").strip() == "1"
 
 
 def takes(queries: mx.array, cache: Arrays, new: Arrays) -> bool:
@@ -120,7 +116,7 @@ def _agrees(form: Form) -> bool:
     asked, cache = [y], tuple(drawn)
     for slots in all_slots:
         out, cache = write(
-            asked[-1], cache, (asked[-1][:, :2], asked[-1][:, 2:]), slots
+            asked[-1], cache, (asked[-1][:, :2], asked[-1][:, 2:]), slots, asked[-1]
         )
         asked.append(decode_attention.attention(out, cache[0], cache[1], scale, seen))
     mx.eval(asked, cache)
@@ -144,34 +140,41 @@ def _agrees(form: Form) -> bool:
 proven = Proofs[Form](
     "cache write",
     _agrees,
-    lambda form: allowed() and decode_attention.proven.supports(form),
+    lambda form: decode_attention.proven.supports(form),
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Unwritten:
-    """Keys and values of a cache whose write waits for attention's queries.
+    """Keys and values of a cache whose write may wait for attention's queries.
 
     Args:
         storage: a :class:`specdec.cache.storage.Storage` of dense keys and values.
-        new, slots: as for :func:`write`.
         extent: the columns that attention reads.
+        new, slots: as for :func:`write`, if the write waits.
     """
 
     storage: Any
-    new: Arrays
-    slots: mx.array
     extent: int
+    new: Arrays = ()
+    slots: Any = None
 
     def written(self, queries: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries, keys and values for attention; the first call writes."""
         storage = self.storage
         if storage.waiting is self:
             storage.waiting = None
-            if takes(queries, storage.arrays, self.new):
-                done = write(queries, storage.arrays, self.new, self.slots)
-                queries, storage.arrays = done
+            arrays = storage.current()
+            if takes(queries, arrays, self.new):
+                queries, arrays = write(
+                    queries, arrays, self.new, self.slots, storage.after
+                )
+                storage.arrays, storage.after = arrays, queries
             else:
                 storage.write(self.new, self.slots)
         keys, values = storage.read(self.extent)
         return queries, keys, values
+
+    def read_by(self, result: mx.array) -> None:
+        """Let the next write come after attention with this result."""
+        self.storage.after = result

@@ -27,7 +27,7 @@ from ..cache import (
     members,
 )
 from ..config import EngineConfig
-from ..cuda import cache_write, gated_delta
+from ..cuda import gated_delta
 from ..cuda.decode_attention import SIZES
 from ..cuda.modules import leaves_of
 from ..models.draft_heads import DraftHead
@@ -191,11 +191,7 @@ def geometry_of(
         loading_bytes=loading_bytes,
         feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
         proposes_blocks=isinstance(model, DraftHead) and model.at_once,
-        in_place=ours
-        and cache_write.allowed()
-        and head in SIZES
-        and not isinstance(model, DraftHead)
-        and not any(c.packing for c in caches),
+        in_place=ours and head in SIZES and not any(c.packing for c in caches),
     )
 
 

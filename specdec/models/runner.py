@@ -31,7 +31,6 @@ from ..cache import (
 )
 from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
-from ..cuda import cache_write
 from ..cuda.attention_patch import takes_single
 from ..cuda.flattened_matmul import slow_pairs
 from ..prefix_cache.session import ModelPrefixes, PrefixSession
@@ -105,11 +104,7 @@ class ModelRunner:
             additive_mask=not (backend.boolean_masks or reads_boolean_masks(model)),
             mask_heads=query_heads(model) if backend.boolean_masks else 1,
             exact_alone=not single and getattr(model, "attends_alone", True),
-            # Entries of a draft head may have no result that later ones depend on.
-            in_place=cache_write.allowed()
-            and backend.kernels
-            and single
-            and not hasattr(model, "attends_alone"),
+            in_place=backend.kernels,
         )
         self.options = check_caches(model, name, self.options)
         # An array that is not computed yet belongs to the thread that made it, and
@@ -500,6 +495,8 @@ class ModelRows:
         rows cannot go on afterwards.
         """
         ended = [row for row in ended if self._finish[row.slot] and row.tokens[1:]]
+        if ended:
+            self._settle(self._every_cache())
         caches = members(self._every_cache())
         states = [c for c in caches if _is_recurrent(c)]
         if not all(cache.remembers for cache in states):  # rows have moved since
@@ -540,7 +537,13 @@ class ModelRows:
 
     def evaluate(self) -> None:
         """Start computing what was written, without waiting for it."""
-        mx.async_eval([c.state for c in self._caches])
+        mx.async_eval([c.written for c in self._caches])
+
+    def _settle(self, caches: Sequence[Any]) -> None:
+        """Hand writes in place over at once; each cache would do so by itself."""
+        if self.runner.options.in_place:
+            flat = [c for c in members(caches) if not _is_recurrent(c)]
+            mx.async_eval([c.written for c in flat])
 
     def _evaluate_by_layers(self, in_flight: deque[Any], num_tokens: int) -> None:
         """Start computing a prefill chunk; wait until all but a few layers are done.
@@ -557,9 +560,9 @@ class ModelRows:
             return
         ahead = self.runner.backend.layers_ahead(num_tokens)
         for cache in self._caches:
-            state = cache.state
-            mx.async_eval(state)
-            in_flight.append(state)
+            written = cache.written
+            mx.async_eval(written)
+            in_flight.append(written)
             while len(in_flight) > ahead:
                 mx.eval(in_flight.popleft())
 
@@ -734,11 +737,12 @@ class ModelRows:
         self._finish = [self._finish[row] for row in rows]
         for cache in self._caches:
             cache.filter(rows)
-            mx.eval(cache.state)
+            mx.eval(cache.written)
 
     def place(self, rows: Sequence[int], other: ModelRows) -> None:
         """Put the first rows of ``other``, which is not used again, into ``rows``."""
         self._images.place(rows, other._images)
+        self._settle(self._caches)
         place_caches(self._caches, rows, other._caches)
         for i, row in enumerate(rows):
             self._finish[row] = other._finish[i]
@@ -761,13 +765,13 @@ class ModelRows:
         width = self._max_round + self.runner.backend.pad_single_token
         for cache in self._caches:
             cache.clean(rows, width)
-            mx.eval(cache.state)
+            mx.eval(cache.written)
 
     def make_finite(self, rows: Sequence[int]) -> None:
         """Zero whatever is not finite in the given rows, layer by layer."""
         for cache in self._caches:
             cache.make_finite(rows)
-            mx.eval(cache.state)
+            mx.eval(cache.written)
 
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which is not used afterwards."""

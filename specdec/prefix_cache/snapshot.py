@@ -195,7 +195,7 @@ def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
             return BatchCacheList(*map(empty, cache.caches))
         index = order[id(cache)]
         new = cache.refilled([_row(plan, index, cache) for plan in rows])
-        mx.eval(new.state)  # layer by layer, so that only one is held twice
+        mx.eval(new.written)  # layer by layer, so that only one is held twice
         return new
 
     return [empty(cache) for cache in caches]

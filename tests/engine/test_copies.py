@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
@@ -28,6 +27,7 @@ from specdec.decoder import SpecDecoder
 from specdec.models.precision import cast
 from specdec.sampling_params import SamplingParams
 from specdec.tools.decoding import token_level
+from tests.cache.test_in_place import write_at_once
 from tests.cuda.test_cache_write import attending
 
 HEADS, SIZE, VOCAB, ROWS, LENGTH = 8, 64, 32, 8, 1000
@@ -92,24 +92,10 @@ def held(
     return (mx.get_peak_memory() - before) / LAYER
 
 
-def memory(array: mx.array) -> Any:
-    """The array's own memory, as numbers of 16 bits."""
-    mx.eval(array)
-    return np.array(array.view(mx.uint16), copy=False)
-
-
 @pytest.fixture
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Settings as on CUDA, and the tokens of each write that MLX does all the same."""
     seen: list[int] = []
-
-    def in_place(queries: Any, cache: Any, new: Any, slots: Any) -> Any:
-        out = mx.contiguous(queries) + 0
-        rows = np.arange(len(slots))[:, None]
-        for array, update in zip(cache, new, strict=True):
-            moved = memory(mx.contiguous(update)).swapaxes(1, 2)
-            memory(array)[rows, :, np.array(slots)] = moved
-        return out, tuple(mx.depends(list(cache), [out]))
 
     usual = Storage.write
 
@@ -118,8 +104,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(slots.shape[1])
         usual(self, updates, slots)
 
-    monkeypatch.setenv(cache_write.SWITCH, "1")
-    monkeypatch.setattr(cache_write, "write", in_place)
+    monkeypatch.setattr(cache_write, "write", write_at_once)
     monkeypatch.setattr(cache_write, "takes", lambda *_: True)
     monkeypatch.setattr(Storage, "write", write)
     few = replace(

@@ -15,7 +15,9 @@ import pytest
 
 from specdec import SpecDecoder, UnsupportedModelError
 from specdec.backend import BackendDefaults
+from specdec.cache.core import FEW_TOKENS
 from specdec.config import EngineConfig
+from specdec.cuda.attention_patch import usual_calls
 from specdec.engine.build import check_before_loading
 from specdec.engine.engine import Engine
 from specdec.engine.profiler import draft_length, measure_forwards
@@ -38,6 +40,8 @@ from specdec.spec_decode import (
 )
 from specdec.spec_decode.drafter import most_proposed
 from specdec.spec_decode.head_drafter import BlockRows, ChainedRows, HeadDrafter
+from tests.cache.test_in_place import Device, mlx_writes
+from tests.cuda.test_cache_write import attending
 from tests.models.draft_heads import published
 from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
 from tests.models.folders import write_folder
@@ -272,6 +276,25 @@ def check_proposals(
         k = len(proposed)  # the last rounds of a row are narrower
         wanted = [proposals(name, weights, lender.model, text, k) for text in texts]
         assert proposed in wanted, (len(texts[0]), proposed, wanted)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_contexts_are_written_in_place(
+    name: str, lender: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As proposals above; a context is written in one round, and read in the next."""
+    device = Device(monkeypatch)
+    backend = replace(BEHIND, kernels=True, compile_after=None)
+    attending(lender.model)
+    try:
+        drafter, weights = drafter_of(tmp_path, CONFIGS[name], lender, backend)
+        assert drafter.runner.options.in_place
+        widths = mlx_writes(monkeypatch)
+        check_proposals(name, drafter, weights, lender, backend, monkeypatch)
+    finally:
+        usual_calls(lender.model)
+    assert device.writes
+    assert all(width > FEW_TOKENS for width in widths)
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])
