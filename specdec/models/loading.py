@@ -26,6 +26,7 @@ from ..cuda import (
     flattened_matmul,
     gated_delta,
     markov_walk,
+    residual_norm,
     rotated_heads,
     skinny_matmul,
 )
@@ -241,6 +242,7 @@ def fit(model: Any) -> None:
             expert_matmul,
             gated_delta,
             markov_walk,
+            residual_norm,
             rotated_heads,
         )
         with cached_proofs(), compiled_beside(_type_of(model)) as waits:
@@ -250,6 +252,7 @@ def fit(model: Any) -> None:
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
             rotated_heads.take_heads(model)
+            residual_norm.take_sums(model)
             delta_rule.take_delta_rules(model)
             expert_block.take_few_launches(model)
             expert_matmul.take_many_tokens(model)

@@ -11,6 +11,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from ...cuda.attention_patch import attend
+from ...cuda.residual_norm import added, following
 from .config import LayerSizes
 
 
@@ -163,6 +164,5 @@ class HeadLayer(nn.Module):
 
     def after_attention(self, residual: mx.array, mixed: mx.array) -> mx.array:
         """The rest of the layer, from the output of attention on."""
-        h = residual + mixed
-        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
-        return out
+        h = added(residual, mixed, self.post_attention_layernorm)
+        return added(h, self.mlp(self.post_attention_layernorm(h)), following(self))
