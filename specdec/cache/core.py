@@ -34,6 +34,7 @@ from .positions import (
     SlidingRule,
     additive_mask,
     at_least,
+    counted,
     positions_after,
     unfused,
     visible_slots,
@@ -411,7 +412,7 @@ class CacheCore:
                 "advance",
                 (offset,),
                 num_tokens,
-                lambda: unfused(mx.add, offset, mx.arange(num_tokens, num_tokens + 1)),
+                lambda: unfused(mx.add, offset, counted(num_tokens, num_tokens + 1)),
             )
             return
         # A row whose announced length is reached takes no more: what was

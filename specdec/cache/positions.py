@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
@@ -55,7 +56,7 @@ class LinearLayout:
 
     def held(self, num_slots: int, last: mx.array) -> mx.array:
         # Slots after `last` name positions that no query can see.
-        return mx.arange(num_slots)[None]
+        return counted(0, num_slots)[None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class RingLayout:
         return mx.where(positions < self.keep, positions, wrapped)
 
     def held(self, num_slots: int, last: mx.array) -> mx.array:
-        slot = mx.arange(num_slots)[None]
+        slot = counted(0, num_slots)[None]
         last = last[:, None]
         newest = last - (last - slot) % self.ring
         # A slot of the ring that was never written would name a pinned position.
@@ -166,7 +167,20 @@ def additive_mask(visible: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def positions_after(offset: mx.array, num_tokens: int) -> mx.array:
     """Positions of the next tokens of every row, shape (B, num_tokens)."""
-    return unfused(mx.add, offset[:, None], mx.arange(num_tokens)[None])
+    return unfused(mx.add, offset[:, None], counted(0, num_tokens)[None])
+
+
+def counted(begin: int, end: int) -> mx.array:
+    """``mx.arange(begin, end)``, as a view of numbers that the device has already."""
+    return _numbers(max(end, 64).bit_length())[begin:end]
+
+
+@cache
+def _numbers(bits: int) -> mx.array:
+    """The whole numbers of up to ``bits`` bits."""
+    numbers = mx.arange(2**bits)
+    mx.eval(numbers)
+    return numbers
 
 
 def unfused(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.array:

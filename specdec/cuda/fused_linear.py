@@ -16,7 +16,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -78,42 +78,52 @@ class _Product:
                 stacked, name, mx.concatenate([layer[name] for layer in layers])
             )
         mx.eval(stacked)
+        self._whole, self._slot = stacked, slot
+        self.lend(layers)
+        self._wasted = 0  # in a row
+
+    def lend(self, layers: Sequence[Any]) -> None:
+        """Let the layers' arrays be views of the stacked ones."""
         self._views: list[dict[str, mx.array]] = []
-        for layer, size, end in zip(layers, sizes, self._ends, strict=True):
-            views = {name: stacked[name][end - size : end] for name in layer}
+        for layer, ends in zip(layers, pairwise((0, *self._ends)), strict=True):
+            views = {name: self._whole[name][slice(*ends)] for name in layer}
             mx.eval(views)
             dict.update(layer, views)
             self._views.append(views)
-        self._whole, self._slot = stacked, slot
-        self._wasted = 0  # in a row
+
+    def lends(self, i: int, layer: nn.Module) -> bool:
+        """Whether the ``i``-th layer still has the views.
+
+        Weights that were replaced, as training does, or added (a bias) are not in the
+        stacked matrices.
+        """
+        views = self._views[i]
+        same = (layer.get(name) is array for name, array in views.items())
+        return len(layer) == len(views) and all(same)
 
     @property
     def _useless(self) -> bool:
         """Whether its layers are no longer joined, for good."""
         return self._wasted >= _PATIENCE
 
-    def _compute(self, x: mx.array) -> list[mx.array]:
-        whole, ends = self._whole, self._ends
-        if isinstance(whole, SkinnyLinear | FlattenedLinear):
-            return whole.split(x, ends)
+    def whole(self, x: mx.array) -> mx.array:
+        """The whole product, (..., N)."""
+        whole = self._whole
         if type(whole) is nn.Linear and "bias" in whole and x.size == x.shape[-1]:
             # MLX has a fast kernel for one row, which adds no bias.
-            computed = x @ whole["weight"].T + whole["bias"]
-        else:
-            computed = whole(x)
-        parts: Any = mx.split(computed, list(ends[:-1]), axis=-1)
+            return x @ whole["weight"].T + whole["bias"]
+        computed: mx.array = whole(x)
+        return computed
+
+    def _compute(self, x: mx.array) -> list[mx.array]:
+        if isinstance(self._whole, SkinnyLinear | FlattenedLinear):
+            return self._whole.split(x, self._ends)
+        parts: Any = mx.split(self.whole(x), list(self._ends[:-1]), axis=-1)
         return list(parts)
 
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
         """The ``i``-th layer's part for ``x``; ``None``: it has to compute it alone."""
-        # Weights that were replaced, as training does, or added (a bias) are not in the
-        # stacked matrices.
-        views = self._views[i]
-        if (
-            self._useless
-            or len(layer) != len(views)
-            or any(layer.get(name) is not a for name, a in views.items())
-        ):
+        if self._useless or not self.lends(i, layer):
             return None
         slot = self._slot
         ready = slot.ready
@@ -185,6 +195,51 @@ def join_products(model: nn.Module) -> None:
             module[name] = joined = as_kind(layer, _JOINED[type(layer)])
             joined._product, joined._index = product, i
         mx.clear_cache()
+    for _, module in modules_of(model):
+        if layers := _stackable(module):
+            vars(module)["_stacked"] = Stacked(layers)
+            mx.clear_cache()
+
+
+class Stacked:
+    """One product of several joined ones, whose matrices become views of it.
+
+    Args:
+        layers: those of each joined product.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Any]]):
+        self._parts = [(each[0]._product, each) for each in layers]
+        wholes = [product._whole for product, _ in self._parts]
+        self._product = _Product(wholes, _Slot())
+        for product, each in self._parts:
+            product.lend(each)
+
+    def __call__(self, x: mx.array) -> mx.array | None:
+        """The product (..., N); ``None``: some layer has other weights by now."""
+        for product, layers in self._parts:
+            if not all(product.lends(i, layer) for i, layer in enumerate(layers)):
+                return None
+        return self._product.whole(x)
+
+
+def stacked(module: nn.Module, x: mx.array) -> mx.array | None:
+    """One product of x (..., K) with all layers that ``module.of_one_input`` names.
+
+    Returns:
+        Shape (..., N), one layer's part after the other; ``None``: they are not joined.
+    """
+    product: Stacked | None = vars(module).get("_stacked")
+    return None if product is None or module.training else product(x)
+
+
+def _stackable(module: Any) -> Sequence[Sequence[Any]]:
+    """Joined layers of a module whose products can be one; empty: there are none."""
+    layers: Sequence[Sequence[Any]] = getattr(module, "of_one_input", ())
+    if len(layers) < 2 or not all(isinstance(each[0], _Joined) for each in layers):
+        return ()
+    products = [each[0]._product for each in layers]
+    return layers if _alike([p._whole for p in products], _JOINED) else ()
 
 
 def joining_bytes(model: nn.Module) -> int:
@@ -192,11 +247,10 @@ def joining_bytes(model: nn.Module) -> int:
 
     Packed layers may be flattened already, or not yet.
     """
-    groups = _groups(model, (*_JOINED, nn.QuantizedLinear))
-    sizes = [
-        sum(a.nbytes for each in layers for a in each.values()) for *_, layers in groups
-    ]
-    return max(sizes, default=0)
+    groups = [g for *_, g in _groups(model, (*_JOINED, nn.QuantizedLinear))]
+    for _, module in modules_of(model):
+        groups.append([a for each in getattr(module, "of_one_input", ()) for a in each])
+    return max(sum(a.nbytes for each in g for a in each.values()) for g in groups)
 
 
 def choices_of(model: nn.Module) -> list[Callable[[], None]]:

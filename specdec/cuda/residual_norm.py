@@ -191,7 +191,9 @@ class SummingNorm(nn.RMSNorm):
         if ready is not None and ready[0] is x and ready[1] is self:
             self._slot.ready = None
             return ready[2]
-        return super().__call__(x)
+        usual: Any = super()
+        normed: mx.array = usual.__call__(x)
+        return normed
 
 
 def added(x: mx.array, r: mx.array, norm: Any) -> mx.array:
@@ -259,7 +261,8 @@ def take_sums(model: nn.Module) -> None:
             # Among the attributes, it is no part of the layer.
             vars(layer)["_following"] = norm
             if _is_usual(layer):
-                layer.__class__ = derived(_SummingLayer, type(layer))
+                kind: Any = type(layer)
+                layer.__class__ = derived(_SummingLayer, kind)
 
 
 def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:

@@ -10,20 +10,24 @@ context stay in the caches; the block's are written after them and taken back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import is_not
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...cache.positions import unfused
+from ...cuda.fused_linear import stacked
 from ...errors import UnsupportedModelError
 from ...sampling import largest
 from ...utils.data_files import DataError
 from ...utils.printable import quoted
 from .config import HeadConfig, LayerSizes, Published, spread_layers
 from .head import DraftHead
-from .layers import HeadLayer
+from .layers import HeadAttention, HeadLayer
 from .markov import MARKOV_HEADS, MarkovHead
 
 #: Gives the logits (B, 1, V) of the slot after some proposals, each of shape (B, 1).
@@ -115,14 +119,56 @@ class BlockHead(DraftHead):
     ) -> mx.array | None:
         """Write context entries, see :meth:`DraftHead.absorb`."""
         context = self.context(hidden)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            cache.update_and_fetch(*layer.self_attn.keys_values(context, cache.offset))
+        pairs = self._keys_values(context, caches[0].offset)
+        for pair, cache in zip(pairs, caches, strict=True):
+            cache.update_and_fetch(*pair)
         return None
+
+    @property
+    def of_one_input(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Projections of the context: those of keys and of values of each layer."""
+        each = [layer.self_attn for layer in self.layers]
+        if any(type(a).keys_values is not HeadAttention.keys_values for a in each):
+            return []
+        return [(a.k_proj, a.v_proj) for a in each]
+
+    def _keys_values(
+        self, context: mx.array, offset: mx.array
+    ) -> Iterable[tuple[mx.array, mx.array]]:
+        """Each layer's keys and values of a context (B, S, D), with few launches."""
+        attentions = [layer.self_attn for layer in self.layers]
+        every, first, count = stacked(self, context), attentions[0], len(attentions)
+        if every is None:
+            return [each.keys_values(context, offset) for each in attentions]
+        every = every.reshape(*context.shape[:2], count, 2, first.n_kv_heads, -1)
+        keys = every[:, :, :, 0]
+        if "k_norm" in first:
+            # Values are normed in vain: of keys alone, the norm would make a copy.
+            ones, weights = self._key_norms()
+            normed = mx.fast.rms_norm(every, ones, first.k_norm.eps)
+            keys = unfused(mx.multiply, normed[:, :, :, 0], weights)
+        keys = keys.flatten(2, 3).transpose(0, 2, 1, 3)
+        of_layers = first.rope(keys, offset=offset).reshape(
+            keys.shape[0], count, first.n_kv_heads, *keys.shape[2:]
+        )
+        values = every[:, :, :, 1].transpose(0, 2, 3, 1, 4)
+        return [(of_layers[:, i], values[:, i]) for i in range(count)]
+
+    def _key_norms(self) -> tuple[mx.array, mx.array]:
+        """A norm's weights that change nothing, (d,); the layers' own, (n, 1, d)."""
+        own = [layer.self_attn.k_norm.weight for layer in self.layers]
+        known: Any = vars(self).get("_known_norms", ([], None))
+        if len(known[0]) != len(own) or any(map(is_not, known[0], own)):
+            both = mx.ones_like(own[0]), mx.stack(own)[:, None]
+            mx.eval(both)  # a graph is given them; it does not compute them
+            known = vars(self)["_known_norms"] = own, both
+        weights: tuple[mx.array, mx.array] = known[1]
+        return weights
 
     def inputs(self, anchor: mx.array, width: int) -> mx.array:
         """A block (B, width) that begins with the anchors (B, 1)."""
-        masks = mx.full((anchor.shape[0], width - 1), self.args.mask_token, mx.int32)
-        return mx.concatenate([anchor, masks], axis=1)
+        is_anchor, masks = _masks(self.args.mask_token, width.bit_length())
+        return mx.where(is_anchor[:, :width], anchor, masks[:, :width])
 
     def slots(self, tokens: mx.array) -> mx.array:
         """What the layers are given for a block (B, b), shape (B, b, D)."""
@@ -237,6 +283,15 @@ class BlockHead(DraftHead):
         each = [inputs[:, i : i + 1] for i in range(width)]
         after = self.walk(states, each[0])
         return mx.concatenate([after(each[1 : i + 1]) for i in range(width)], axis=1)
+
+
+@lru_cache
+def _masks(mask_token: int, bits: int) -> tuple[mx.array, mx.array]:
+    """Which slot of a block is the anchor's, and masks; at least ``2**bits`` slots."""
+    slots = mx.arange(2 ** max(bits, 6))[None]  # small arrays stay in the host's memory
+    both = slots == 0, mx.full(slots.shape, mask_token, mx.int32)
+    mx.eval(both)
+    return both
 
 
 def block_config(published: Published) -> BlockConfig:

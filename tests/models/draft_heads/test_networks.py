@@ -17,6 +17,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from specdec.cache import CacheOptions, make_batch_caches
+from specdec.cuda import fused_linear
 from specdec.cuda.fused_linear import JoinedLinear, join_products
 from specdec.errors import ModelError, UnsupportedModelError
 from specdec.models import LoadedModel, load_draft, loading, model_outline
@@ -258,6 +259,40 @@ def test_products_of_a_head_are_joined(lender: LoadedModel, tmp_path: Path) -> N
     joined = [n for n, m in head.named_modules() if isinstance(m, JoinedLinear)]
     names = {"k_proj", "v_proj", "gate_proj", "up_proj"}
     assert {name.rpartition(".")[2] for name in joined} == names
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_context_has_one_product(
+    name: str, lender: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of all layers, also once weights of a layer were replaced."""
+    config, how = BLOCKS[name]
+    head, weights = loaded(tmp_path, config, lender)
+    alone, _ = loaded(tmp_path, config, lender)
+    join_products(head)
+    head.eval()
+    computed = list[bool]()
+    usual = fused_linear.Stacked.__call__
+
+    def called(self: Any, x: mx.array) -> Any:
+        product = usual(self, x)
+        computed.append(product is not None)
+        return product
+
+    monkeypatch.setattr(fused_linear.Stacked, "__call__", called)
+    check_block(head, weights, how, lender, config=config)
+    assert bool(computed) == ("gemma" not in name)  # its values are normed, too
+    assert all(computed)
+    last = head.layers[-1].self_attn
+    for part in ("k_norm", "v_proj"):
+        if part in last:
+            weight = 2 * last[part].weight
+            last[part].weight = alone.layers[-1].self_attn[part].weight = weight
+        both = [after_context(each)[0] for each in (head, alone)]
+        for one, other in zip(*both, strict=True):
+            for ours, theirs in zip(one.arrays, other.arrays, strict=True):
+                assert mx.allclose(ours, theirs, atol=1e-5)
+    assert not any(computed[-1:])
 
 
 Fault = Callable[[Any], object]
