@@ -111,8 +111,9 @@ class _Product:
         whole = self._whole
         if type(whole) is nn.Linear and "bias" in whole and x.size == x.shape[-1]:
             # MLX has a fast kernel for one row, which adds no bias.
-            return x @ whole["weight"].T + whole["bias"]
-        computed: mx.array = whole(x)
+            computed: mx.array = x @ whole["weight"].T + whole["bias"]
+        else:
+            computed = whole(x)
         return computed
 
     def _compute(self, x: mx.array) -> list[mx.array]:
@@ -196,8 +197,8 @@ def join_products(model: nn.Module) -> None:
             joined._product, joined._index = product, i
         mx.clear_cache()
     for _, module in modules_of(model):
-        if layers := _stackable(module):
-            vars(module)["_stacked"] = Stacked(layers)
+        if parts := _stackable(module):
+            vars(module)["_stacked"] = Stacked(parts)
             mx.clear_cache()
 
 
@@ -214,6 +215,12 @@ class Stacked:
         self._product = _Product(wholes, _Slot())
         for product, each in self._parts:
             product.lend(each)
+
+    @property
+    def whole(self) -> nn.Module:
+        """The layer of the whole product."""
+        whole: nn.Module = self._product._whole
+        return whole
 
     def __call__(self, x: mx.array) -> mx.array | None:
         """The product (..., N); ``None``: some layer has other weights by now."""
@@ -247,16 +254,21 @@ def joining_bytes(model: nn.Module) -> int:
 
     Packed layers may be flattened already, or not yet.
     """
-    groups = [g for *_, g in _groups(model, (*_JOINED, nn.QuantizedLinear))]
+    groups = [layers for *_, layers in _groups(model, (*_JOINED, nn.QuantizedLinear))]
     for _, module in modules_of(model):
         groups.append([a for each in getattr(module, "of_one_input", ()) for a in each])
-    return max(sum(a.nbytes for each in g for a in each.values()) for g in groups)
+    sizes = [
+        sum(a.nbytes for each in layers for a in each.values()) for layers in groups
+    ]
+    return max(sizes, default=0)
 
 
 def choices_of(model: nn.Module) -> list[Callable[[], None]]:
     """Functions that time kernels for the model's matrices, stacked as in use."""
     kinds: dict[Any, list[Any]] = {}
-    for _, layer in leaves_of(model):
+    products = [vars(module).get("_stacked") for _, module in modules_of(model)]
+    layers = [layer for _, layer in leaves_of(model)]
+    for layer in [*layers, *(each.whole for each in products if each)]:
         if isinstance(layer, _Joined):
             layer = layer._product._whole
         for kind, part in _TIMED.items():
