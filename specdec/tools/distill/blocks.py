@@ -17,22 +17,10 @@ from .corpus import GREEDY, TEXT, Document
 from .options import ROW_MULTIPLE
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """How blocks are cut.
-
-    Args:
-        block_tokens: about the number of rows of a block times their length.
-        max_row: longest row; longer documents lose their end.
-        chunk: positions whose loss is computed together; the number of a block's
-            positions is a multiple of it.
-        prompt_weight: weight of a prompt's position; an answer's position has weight 1.
-    """
-
-    block_tokens: int
-    max_row: int
-    chunk: int
-    prompt_weight: float = 0.2
+#: The longest row; longer documents lose their end.
+LONGEST_ROW = 512
+# Weight of a prompt's position; an answer's position has weight 1.
+_PROMPT_WEIGHT = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,28 +42,39 @@ class Block:
 
 
 def make_blocks(
-    documents: Sequence[Document], shapes: Shapes, *, seed: int
+    documents: Sequence[Document],
+    block_tokens: int,
+    chunk: int,
+    *,
+    seed: int,
+    prompt_weight: float = _PROMPT_WEIGHT,
 ) -> list[Block]:
-    """Put all documents, in random order, into blocks of rows of similar length."""
+    """Put all documents, in random order, into blocks of rows of similar length.
+
+    Args:
+        block_tokens: about the number of rows of a block times their length.
+        chunk: positions whose loss is computed together; the number of a block's
+            positions is a multiple of it.
+    """
     common = _common_prefix(documents)
     order = np.random.default_rng(seed).permutation(len(documents))
     buckets: dict[int, list[Document]] = {}
     for index in order:
         document = documents[index]
-        length = min(len(document.tokens) - 1, shapes.max_row)
+        length = min(len(document.tokens) - 1, LONGEST_ROW)
         if length < 1:
             continue
         row = -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
-        buckets.setdefault(min(row, shapes.max_row), []).append(document)
+        buckets.setdefault(min(row, LONGEST_ROW), []).append(document)
     # Longest first: the last block of a bucket is filled with shorter documents.
     queue = [(row, d) for row in sorted(buckets, reverse=True) for d in buckets[row]]
     blocks = []
     first = 0
     while first < len(queue):
         row = queue[first][0]
-        num_rows = max(1, shapes.block_tokens // row)
+        num_rows = max(1, block_tokens // row)
         part = [document for _, document in queue[first : first + num_rows]]
-        blocks.append(_block(part, num_rows, row, shapes, common))
+        blocks.append(_block(part, (num_rows, row), chunk, prompt_weight, common))
         first += num_rows
     return blocks
 
@@ -87,22 +86,25 @@ def block_order(num_blocks: int, step: int, *, seed: int) -> int:
 
 
 def _block(
-    documents: Sequence[Document], num_rows: int, row: int, shapes: Shapes, common: int
+    documents: Sequence[Document],
+    shape: tuple[int, int],
+    chunk: int,
+    prompt_weight: float,
+    common: int,
 ) -> Block:
-    tokens = np.zeros((num_rows, row), np.int32)
-    weights = np.zeros((num_rows, row), np.float32)
+    tokens, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     total = 0
     for i, document in enumerate(documents):
-        inputs = document.tokens[:-1][:row]
+        inputs = document.tokens[:-1][: shape[1]]
         tokens[i, : len(inputs)] = inputs
         total += len(inputs)
         # The state at a position predicts the token after it.
         answer = document.prompt_length - 1
         weights[i, answer : len(inputs)] = 1
         if document.kind in (GREEDY, TEXT):  # sampled ones repeat a greedy one's prompt
-            weights[i, common - 1 : answer] = shapes.prompt_weight
+            weights[i, common - 1 : answer] = prompt_weight
     positions = np.flatnonzero(weights.reshape(-1)).astype(np.int32)
-    padding = -len(positions) % shapes.chunk
+    padding = -len(positions) % chunk
     # Padding points at position 0, with weight 0.
     padded = np.concatenate([positions, np.zeros(padding, np.int32)])
     padded_weights = np.concatenate(

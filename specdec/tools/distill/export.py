@@ -16,11 +16,11 @@ from ...models import LoadedModel
 from ...models.draft_folder import CARD
 from ...models.layers import arrays_of
 from .card import readme
-from .packing import Packing, group_size
 from .storage import write_file, write_model
 from .student import Student
 
-_DEFAULT_GROUP = 64
+# The numbers of columns that can share a scale; the first is named for all layers.
+_GROUP_SIZES = (64, 32)
 # The embedding and the head, which choose tokens, are kept in more bits than layers.
 _EMBEDDING_BITS = 8
 
@@ -31,7 +31,7 @@ def export(
     target: LoadedModel,
     card: dict[str, Any],
     *,
-    packing: Packing | None = None,
+    bits: int | None = None,
     alone: bool = True,
 ) -> None:
     """Write a draft; an earlier one in the folder is replaced.
@@ -43,14 +43,14 @@ def export(
         student: the draft, with weights that are not rounded.
         target: the target, whose tokenizer the draft has.
         card: the draft's card, for ``distill.json`` and ``README.md``.
-        packing: bits of the layers' matrices; ``None`` leaves them unpacked.
+        bits: bits of the layers' matrices; ``None`` leaves them unpacked.
         alone: store embedding, head and tokenizer too. Otherwise
             :func:`specdec.models.load_draft` takes them from the target.
 
     Raises:
         ModelError: a file cannot be written.
     """
-    model, quantization = packed(student.model, packing, student.prefix)
+    model, quantization = packed(student.model, bits, student.prefix)
     config = dict(student.config)
     if quantization is not None:
         config["quantization"] = quantization
@@ -88,36 +88,56 @@ def _card_files(card: dict[str, Any]) -> dict[str, bytes]:
 
 
 def packed(
-    model: nn.Module, packing: Packing | None, prefix: str = ""
+    model: nn.Module, bits: int | None, prefix: str = ""
 ) -> tuple[nn.Module, dict[str, Any] | None]:
     """A copy with packed matrices, and its ``quantization`` entry for ``config.json``.
 
-    Without ``packing``, the model itself and ``None``.
+    Without ``bits``, the model itself and ``None``.
 
     Args:
         prefix: prefix of the weights' names in that entry.
     """
-    if packing is None:
+    if bits is None:
         return model, None
     packed_model: nn.Module = copy.deepcopy(model)
-    entry: dict[str, Any] = {"group_size": _DEFAULT_GROUP, "bits": packing.bits}
+    entry: dict[str, Any] = {"group_size": _GROUP_SIZES[0], "bits": bits}
 
     def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
             return False
-        bits = packing.bits
-        if _is_target_s(path):
-            bits = max(bits, _EMBEDDING_BITS)
-        size = group_size(layer["weight"].shape[-1])
+        layer_bits = max(bits, _EMBEDDING_BITS) if _is_target_s(path) else bits
+        size = _group_size(layer["weight"].shape[-1])
         chosen: bool | dict[str, Any] = False
         if size is not None:
-            chosen = {"group_size": size, "bits": bits}
+            chosen = {"group_size": size, "bits": layer_bits}
         if chosen != {"group_size": entry["group_size"], "bits": entry["bits"]}:
             entry[prefix + path] = chosen
         return chosen
 
     nn.quantize(packed_model, class_predicate=choose)
     return packed_model, entry
+
+
+def _group_size(columns: int) -> int | None:
+    """The number of columns that share a scale, or ``None``.
+
+    It is ``None`` if none of MLX's group sizes divides the number of columns.
+    """
+    return next((size for size in _GROUP_SIZES if columns % size == 0), None)
+
+
+def rounded(matrix: mx.array, bits: int) -> mx.array:
+    """The matrix as packing rounds it, with the gradient of the matrix itself.
+
+    This is the straight-through estimator (Bengio et al. 2013): the backward pass
+    treats rounding as the identity.
+    """
+    size = _group_size(matrix.shape[-1])
+    if size is None:
+        return matrix
+    packed = mx.quantize(mx.stop_gradient(matrix), group_size=size, bits=bits)
+    read = mx.dequantize(*packed, group_size=size, bits=bits)
+    return matrix + (read - mx.stop_gradient(matrix))
 
 
 def _is_target_s(path: str) -> bool:

@@ -101,7 +101,7 @@ class Distillation:
                 self.student,
                 self.target,
                 card,
-                packing=options.packing,
+                bits=options.bits,
                 alone=not options.shares_embedding,
             )
             self._say(f"wrote {options.folder}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...errors import ConfigError, ModelError
 from ...models import LoadedModel
 from ...prompts import Prompt, encode_all, read_prompts, read_text
-from .blocks import Block, Shapes, make_blocks
+from .blocks import Block, make_blocks
 from .corpus import GREEDY, SAMPLED, Corpus, Document
 from .options import Check, DistillOptions, Say
 from .wave import Author, text_documents
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _HELD_OUT, _MOST_HELD_OUT = 64, 256
 # Tokens that are measured of the answer to a prompt of the user's holdout files.
 HOLDOUT_TOKENS = 128
-_LONGEST_ROW = 512
 
 
 @dataclass(frozen=True)
@@ -150,16 +149,15 @@ class Gatherer:
         documents, from_target = _held_back(corpus.documents(names), known)
         if not documents:
             raise ModelError("there is nothing to learn from: raise the data's budget")
-        shapes = Shapes(self._plan.block_tokens, _LONGEST_ROW, self._plan.chunk)
-        # Only greedy answers of held-out texts are measured.
-        answers = replace(shapes, prompt_weight=0.0)
+        sizes = self._plan.block_tokens, self._plan.chunk
         held_out = {"own": [d for d in from_target if d.kind == GREEDY], **held_out}
         seed = self._options.seed
+        # Only greedy answers of held-out texts are measured.
         return Material(
             documents,
-            make_blocks(documents, shapes, seed=seed),
+            make_blocks(documents, *sizes, seed=seed),
             {
-                name: make_blocks(documents_of_set, answers, seed=seed)
+                name: make_blocks(documents_of_set, *sizes, seed=seed, prompt_weight=0)
                 for name, documents_of_set in held_out.items()
                 if documents_of_set
             },

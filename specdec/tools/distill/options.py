@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from ... import backend
 from ...errors import ConfigError
 from ...utils.checks import require, require_int, require_range
 from .seed_prompts import TOPICS
-
-if TYPE_CHECKING:
-    from .packing import Packing
 
 #: Shows a line of progress.
 Say = Callable[[str], None]
@@ -23,6 +20,8 @@ Check = Callable[[], None]
 Kind = Literal["layers", "block"]
 HeadForm = Literal["dspark", "dflash", "dflash2"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+#: Numbers of bits that a draft's matrices can be stored in.
+BITS = (2, 3, 4, 5, 6, 8)
 #: Rows of blocks are padded to a multiple of so many tokens.
 ROW_MULTIPLE = 128
 # Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten epochs
@@ -152,7 +151,9 @@ class DistillOptions:
         for length in self.num_draft_tokens:
             require_int("num_draft_tokens", length, 1)
         require_range("learning_rate", self.learning_rate, 0, 1e6, open_low=True)
-        _ = self.packing  # raises
+        if self.bits is not None:
+            known = ", ".join(map(str, BITS))
+            require(self.bits in BITS, "bits", self.bits, f"one of {known}")
         self._check_out()
 
     def _check_out(self) -> None:
@@ -186,13 +187,6 @@ class DistillOptions:
     def work(self) -> Path:
         """The folder of the checkpoint, and of the target's text without ``data``."""
         return self.folder / "work"
-
-    @property
-    def packing(self) -> Packing | None:
-        """How layers are packed when they are stored; ``None`` if they are not."""
-        from .packing import Packing
-
-        return None if self.bits is None else Packing(self.bits)
 
     @property
     def shares_embedding(self) -> bool:

@@ -17,9 +17,9 @@ from ...models.layers import leaves_of
 from .blocks import Block, block_order
 from .checkpoint import Progress
 from .evaluate import TargetStates
+from .export import rounded
 from .loss import ChunkedLoss, Divergence
 from .options import DistillOptions
-from .packing import Packing
 from .student import Lesson, Parameters, Student
 
 #: The optimizer's name in cards and checkpoints.
@@ -47,7 +47,7 @@ class Trainer:
         states: the target's states.
         blocks: the blocks to learn from.
         loss: the divergence.
-        options: the learning rate, budget, seed and packing.
+        options: the learning rate, budget, seed and bits.
         dtype: the type that forwards compute in; learnt weights are float32.
 
     Attributes:
@@ -119,8 +119,8 @@ class Trainer:
         share = self.share
         for each in self._optimizer.optimizers:
             each.learning_rate = learning_rate(options.learning_rate, share)
-        packing = options.packing if share >= PACKED_FROM else None
-        divergence, gradients = self._divergence(lesson, packing)
+        bits = options.bits if share >= PACKED_FROM else None
+        divergence, gradients = self._divergence(lesson, bits)
         self.whole = False
         self.parameters = self._update(self.parameters, gradients)
         progress.step += 1
@@ -147,12 +147,12 @@ class Trainer:
             packed: round the weights as they will be stored, if training already does.
         """
         rounds = packed and self.share >= PACKED_FROM
-        packing = self._options.packing if rounds else None
-        self.student.load(_computed(self.parameters, self._dtype, packing))
+        bits = self._options.bits if rounds else None
+        self.student.load(_computed(self.parameters, self._dtype, bits))
         mx.eval(self.student.model.parameters())
 
     def _divergence(
-        self, lesson: Lesson, packing: Packing | None
+        self, lesson: Lesson, bits: int | None
     ) -> tuple[Divergence, Parameters]:
         """The loss of a lesson, and its gradient by the parameters."""
         total = max(float(lesson.weights.sum()), 1e-6)
@@ -160,7 +160,7 @@ class Trainer:
 
         def surrogate(parameters: Parameters) -> tuple[mx.array, ...]:
             """A value that has the loss's gradient by ``parameters``, and the sums."""
-            self.student.load(_computed(parameters, self._dtype, packing))
+            self.student.load(_computed(parameters, self._dtype, bits))
             inputs = [lesson.states()]
             if self.student.bias_head is not None:
                 inputs.append(self.student.bias_head)
@@ -207,16 +207,12 @@ def means(divergence: Divergence) -> dict[str, float]:
     }
 
 
-def _computed(
-    parameters: Parameters, dtype: mx.Dtype, packing: Packing | None
-) -> Parameters:
+def _computed(parameters: Parameters, dtype: mx.Dtype, bits: int | None) -> Parameters:
     """The weights that a forward computes with, made from the learnt weights."""
 
     def one(array: mx.array) -> mx.array:
         array = array.astype(dtype)
-        if packing is not None and array.ndim == 2:
-            array = packing.rounded(array)
-        return array
+        return array if bits is None or array.ndim != 2 else rounded(array, bits)
 
     return tree_map(one, parameters)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from specdec.errors import ConfigError
-from specdec.tools.distill.blocks import Shapes, block_order, make_blocks
+from specdec.tools.distill.blocks import LONGEST_ROW, block_order, make_blocks
 from specdec.tools.distill.corpus import GREEDY, SAMPLED, TEXT, Document
 from specdec.tools.distill.options import Budget
 from specdec.tools.distill.train import learning_rate
 
-SHAPES = Shapes(block_tokens=1536, max_row=512, chunk=64, prompt_weight=0.25)
+BLOCK_TOKENS, CHUNK = 1536, 64
 
 
 def documents(seed: int = 0) -> list[Document]:
@@ -21,12 +21,8 @@ def documents(seed: int = 0) -> list[Document]:
     rng = random.Random(seed)
     documents = []
     for i in range(40):
-        prompt = (
-            1,
-            2,
-            3,
-            *(rng.randrange(10, 99) for _ in range(rng.randrange(2, 30))),
-        )
+        more = (rng.randrange(10, 99) for _ in range(rng.randrange(2, 30)))
+        prompt = (1, 2, 3, *more)
         for kind in (GREEDY, SAMPLED):
             answer = tuple(rng.randrange(99) for _ in range(rng.randrange(1, 400)))
             documents.append(
@@ -39,19 +35,19 @@ def documents(seed: int = 0) -> list[Document]:
 
 
 def test_every_position_is_in_one_block() -> None:
-    blocks = make_blocks(documents(), SHAPES, seed=1)
+    blocks = make_blocks(documents(), BLOCK_TOKENS, CHUNK, seed=1, prompt_weight=0.25)
     rows: dict[tuple[int, ...], list[float]] = {}
     for block in blocks:
         assert block.tokens.shape[1] % 128 == 0
-        assert block.tokens.size == SHAPES.block_tokens
-        assert len(block.positions) % SHAPES.chunk == 0
+        assert block.tokens.size == BLOCK_TOKENS
+        assert len(block.positions) % CHUNK == 0
         weights = np.zeros(block.tokens.size, np.float32)
         np.add.at(weights, block.positions, block.weights)
         by_row = weights.reshape(block.tokens.shape)
         for tokens, row in zip(block.tokens, by_row, strict=True):
             rows[tuple(tokens.tolist())] = row.tolist()
     for document in documents():
-        inputs = document.tokens[:-1][: SHAPES.max_row]
+        inputs = document.tokens[:-1][:LONGEST_ROW]
         row = next(r for t, r in rows.items() if t[: len(inputs)] == inputs and any(r))
         first = document.prompt_length - 1
         assert row[first : len(inputs)] == [1.0] * (len(inputs) - first)
@@ -62,7 +58,7 @@ def test_every_position_is_in_one_block() -> None:
         assert prompt[2:] == [learnt] * len(prompt[2:])
         assert not any(prompt[:2])
     assert sum(b.num_tokens for b in blocks) == sum(
-        min(len(d.tokens) - 1, SHAPES.max_row) for d in documents()
+        min(len(d.tokens) - 1, LONGEST_ROW) for d in documents()
     )
 
 
