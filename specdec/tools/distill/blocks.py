@@ -16,7 +16,6 @@ import numpy.typing as npt
 from .corpus import GREEDY, TEXT, Document
 from .options import ROW_MULTIPLE
 
-
 #: The longest row; longer documents lose their end.
 LONGEST_ROW = 512
 # Weight of a prompt's position; an answer's position has weight 1.
