@@ -181,6 +181,7 @@ serve --target no/such --max-tokens 9 --max-output-tokens 5 | --max-tokens is 9
 serve --chat-template-config [] | --chat-template-config
 serve --target no/such --host 999.1.1.1 | 999.1.1.1
 serve --max-body much | much
+serve --api-key= | an API key is empty: name a key
 """
 
 

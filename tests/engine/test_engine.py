@@ -119,39 +119,6 @@ def test_a_draft_with_a_padded_or_cut_embedding(
 
 
 @BACKENDS
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_that_join_and_leave_change_nothing_for_the_others(
-    target: Any, drafts: dict[str, Any], backend: BackendDefaults, seed: int
-) -> None:
-    """Random prompts, lengths, ends and settings through few rows."""
-    rng = random.Random(seed)
-    prompts = [
-        [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 9, 40)))]
-        for _ in range(14)
-    ]
-    params = [
-        SamplingParams(
-            max_tokens=rng.choice((1, 2, 5, 17)),
-            temperature=rng.choice((0.0, 0.0, 0.8, 1.3)),
-            seed=rng.randrange(100),
-        )
-        for _ in prompts
-    ]
-    eos = frozenset({rng.randrange(VOCAB)})
-    exact(
-        target,
-        drafts[rng.choice(("near", "near", "none"))],
-        prompts,
-        params,
-        batch_size=rng.choice((2, 3, 5)),
-        num_draft_tokens=rng.choice((1, 3)),
-        backend=backend,
-        prefill_step_size=rng.choice((4, 16)),
-        eos=eos,
-    )
-
-
-@BACKENDS
 @pytest.mark.parametrize("draft", ["near", "perfect", "none"])
 def test_bounds_hold_while_caches_grow(
     target: Any, drafts: dict[str, Any], draft: str, backend: BackendDefaults

@@ -173,30 +173,6 @@ def test_two_sigterms_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert at(7.6, signal.SIGTERM) == [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--port", "70000"], "70000"),
-        (["--max-tokens", "9", "--max-output-tokens", "5"], "--max-tokens is 9"),
-        (["--chat-template-config", "[]"], "--chat-template-config"),
-        (["--host", "999.1.1.1"], "999.1.1.1"),
-        (["--api-key", " "], "empty"),
-        (["--max-body", "much"], "much"),
-    ],
-)
-def test_what_cannot_be_is_said_before_a_model_is_loaded(
-    arguments: list[str], message: str
-) -> None:
-    from click.testing import CliRunner
-
-    from specdec.cli import main
-
-    done = CliRunner().invoke(main, ["serve", "--target", "no/such", *arguments])
-    assert done.exit_code == 2
-    assert message in done.output
-    assert done.output.count("\n") == 1
-
-
 def test_an_idle_server_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C that seems to do nothing, for the second that the end takes."""
     for answers, said in ((0, "stopping\n"), (1, "stopping: 1 answer has up to ")):

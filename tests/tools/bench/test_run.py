@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from specdec.cli import main
-from specdec.errors import ConfigError, ModelNotFoundError, SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.models import load, map_vocabulary
 from specdec.tools.bench.cells import Cell, Unit, units_of
 from specdec.tools.bench.figures import Figures
@@ -279,14 +279,6 @@ def test_an_interrupt_says_what_is_kept(
         f"specdec: interrupted: 3 of 5 parts are kept in {out}; "
         "the same command continues"
     )
-
-
-def test_a_misspelt_draft_is_reported_before_the_target_loads(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("specdec.tools.bench.run.load_model")
-    with pytest.raises(ModelNotFoundError, match="no model at no-such: give a folder"):
-        run(tiny("draft=['random:tiny:1', 'no-such']"), tmp_path / "out")
 
 
 # -- results that were edited by hand, and a full disk ------------------------------
