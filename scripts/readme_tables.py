@@ -15,13 +15,12 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from specdec.errors import SpecdecError  # noqa: E402
 from specdec.tools.bench.figures import Figures  # noqa: E402
 from specdec.tools.bench.raw import Results  # noqa: E402
 from specdec.utils.tables import markdown_table  # noqa: E402
@@ -30,12 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-class TableError(Exception):
-    """A table cannot be made; the message is one line."""
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row: how many times as fast a system was as another, by rows that decode.
 
     Args:
@@ -55,97 +49,63 @@ class Row:
     prompts: str | None = None
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of :class:`Row`.
-
-    Args:
-        title: the header over the labels.
-        batches: a column for each of these numbers of rows.
-    """
+class Table(NamedTuple):
+    """A table of rows, with a column for each of some numbers of rows that decode."""
 
     title: str
     batches: tuple[int, ...]
     rows: tuple[Row, ...]
 
 
+def _job(label: str, prompts: str) -> Row:
+    return Row(label, "jobs-h200.json", True, "no draft", prompts)
+
+
 UNLIKE = "head over no draft: letters, translations, advice"
 LIKE = "head over no draft: GSM8K, HumanEval"
 THEIRS = "head over mlx-lm: GSM8K, HumanEval"
 PLAIN = "no draft over mlx-lm: GSM8K, HumanEval"
-
 TABLES = {
-    "h200-jobs": Table(
-        "one H200, whole jobs, head over no draft",
-        (1, 8, 32),
-        tuple(
-            Row(label, "jobs-h200.json", True, "no draft", prompts)
-            for label, prompts in (
-                (
-                    "kinds of prompts that it was not trained on",
-                    "64 prompts of new kinds",
-                ),
-                ("HumanEval", "HumanEval"),
-                ("a mix of these, GSM8K and letters", "mixed with GSM8K"),
-            )
-        ),
-    ),
-    "cpu-jobs": Table(
-        "two CPU cores, float32, whole jobs",
-        (1, 8),
-        (
-            Row(UNLIKE, "jobs-mixed-cpu", True, "no draft"),
-            Row(LIKE, "jobs-cpu", True, "no draft"),
-            Row(THEIRS, "jobs-cpu", True, "mlx-lm"),
-            Row(PLAIN, "jobs-cpu", False, "mlx-lm"),
-        ),
-    ),
-}
+    "h200-jobs": Table("one H200, whole jobs, head over no draft", (1, 8, 32), (
+        _job("kinds of prompts that it was not trained on", "64 prompts of new kinds"),
+        _job("HumanEval", "HumanEval"),
+        _job("a mix of these, GSM8K and letters", "mixed with GSM8K"),
+    )),
+    "cpu-jobs": Table("two CPU cores, float32, whole jobs", (1, 8), (
+        Row(UNLIKE, "jobs-mixed-cpu", True, "no draft"),
+        Row(LIKE, "jobs-cpu", True, "no draft"),
+        Row(THEIRS, "jobs-cpu", True, "mlx-lm"),
+        Row(PLAIN, "jobs-cpu", False, "mlx-lm"),
+    )),
+}  # fmt: skip
 
 
-class Jobs:
-    """A file of jobs: seconds and tokens of each pass of each system."""
-
-    def __init__(self, path: Path):
+def ratios_of(row: Row, batch: int) -> Sequence[float]:
+    """Ratios of a row of a table, pass by pass."""
+    path = RESULTS / row.results
+    if path.suffix == ".json":
         raw = json.loads(path.read_text("utf-8"))
-        each = [dict(zip(raw["columns"], job, strict=True)) for job in raw["jobs"]]
-        #: By prompts, rows, system and pass.
-        self.rates = {
-            (job["set"], job["rows"], job["system"], job["pass"]): job["tokens"]
-            / job["seconds"]
-            for job in each
+        jobs = [dict(zip(raw["columns"], job, strict=True)) for job in raw["jobs"]]
+        rates = {
+            (job["system"], job["pass"]): job["tokens"] / job["seconds"]
+            for job in jobs
+            if (job["set"], job["rows"]) == (row.prompts, batch)
         }
-
-    def ratios(self, row: Row, batch: int) -> list[float]:
-        """Ratios of a row of a table, pass by pass."""
         system = "auto" if row.drafts else "no draft"
         return [
-            rate / self.rates[row.prompts, batch, row.over, number]
-            for (prompts, rows, name, number), rate in self.rates.items()
-            if (prompts, rows, name) == (row.prompts, batch, system)
-            and (row.prompts, batch, row.over, number) in self.rates
+            rate / rates[row.over, number]
+            for (name, number), rate in rates.items()
+            if name == system and (row.over, number) in rates
         ]
-
-
-def ratios_of(results: Figures | Jobs, row: Row, batch: int) -> Sequence[float]:
-    """Ratios of a row of a table, pass by pass."""
-    if isinstance(results, Jobs):
-        return results.ratios(row, batch)
-    figures = results
-    (system,) = (
+    figures = Figures(Results.read(path))
+    (measured,) = (
         f
         for f in figures.cells.values()
-        if (f.cell.batch, f.cell.drafts) == (batch, row.drafts)
-        and f.cell.system == "specdec"
+        if (f.cell.batch, f.cell.drafts, f.cell.system)
+        == (batch, row.drafts, "specdec")
     )
     over = figures.mlx_lm if row.over == "mlx-lm" else figures.plain
-    return system.ratios(over(system))
-
-
-def read(name: str) -> Figures | Jobs:
-    """The results of that name."""
-    path = RESULTS / name
-    return Jobs(path) if path.suffix == ".json" else Figures(Results.read(path))
+    return measured.ratios(over(measured))
 
 
 def render(table: Table, root: str) -> str:
@@ -154,11 +114,7 @@ def render(table: Table, root: str) -> str:
     Args:
         root: relative path from the page to the repository's root.
     """
-    sources = {row.results: read(row.results) for row in table.rows}
-    cells = [
-        [ratios_of(sources[row.results], row, batch) for batch in table.batches]
-        for row in table.rows
-    ]
+    cells = [[ratios_of(row, batch) for batch in table.batches] for row in table.rows]
     rows = [
         [row.label, *(f"{statistics.median(each):.2f} times" for each in ratios)]
         for row, ratios in zip(table.rows, cells, strict=True)
@@ -166,7 +122,7 @@ def render(table: Table, root: str) -> str:
     header = [f"{n} row{'s' * (n > 1)}" for n in table.batches]
     links = [
         f"[{name.removesuffix('.json')}]({root}benchmarks/results/{page_of(name)})"
-        for name in sources
+        for name in dict.fromkeys(row.results for row in table.rows)
     ]
     counts = sorted({len(each) for ratios in cells for each in ratios})
     passes = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
@@ -184,47 +140,23 @@ MARKED = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.D
 
 def filled(page: Path) -> str:
     """The text of a page, with its tables made from the raw results."""
-    steps_up = len(page.relative_to(ROOT).parts) - 1
+    root = "../" * (len(page.relative_to(ROOT).parts) - 1)
 
-    def made(found: re.Match[str]) -> str:
-        begin, name, end = found.groups()
-        try:
-            if name not in TABLES:
-                raise TableError(f"no such table: there are {', '.join(TABLES)}")
-            text = render(TABLES[name], "../" * steps_up)
-        except (TableError, SpecdecError) as error:
-            raise TableError(f"{page.name}: table {name}: {error}") from error
-        return f"{begin}\n{text}\n{end}"
+    def made(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        return f"{begin}\n{render(TABLES[name], root)}\n{end}"
 
-    text = page.read_text("utf-8")
-    marks = len(re.findall("<!-- (?:table: .*|end of table) -->", text))
-    if marks != 2 * len(MARKED.findall(text)):
-        raise TableError(f"{page.name}: a table without its end, or twice")
-    return MARKED.sub(made, text)
+    return MARKED.sub(made, page.read_text("utf-8"))
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the tables; return the exit code.
-
-    It is 1 if ``--check`` finds a difference or a table cannot be made.
-    """
-    if arguments not in ([], ["--check"]):
-        print(f"error: usage: {Path(__file__).name} [--check]", file=sys.stderr)
-        return 2
-    try:
-        pages = {page: filled(page) for page in PAGES}
-    except TableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    """Write or check the tables; return the exit code."""
+    pages = {page: filled(page) for page in PAGES}
     stale = [p for p, text in pages.items() if text != p.read_text("utf-8")]
-    if stale and arguments:
-        names = ", ".join(str(page.relative_to(ROOT)) for page in stale)
-        print(
-            f"error: tables of {names} are not what the raw results say: "
-            "run scripts/readme_tables.py",
-            file=sys.stderr,
-        )
-        return 1
+    if "--check" in arguments:
+        for page in stale:
+            print(f"error: {page.name}: run scripts/readme_tables.py", file=sys.stderr)
+        return int(bool(stale))
     for page in stale:
         page.write_text(pages[page], "utf-8")
     return 0

@@ -19,9 +19,12 @@ def test_the_pages_are_what_the_results_say(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_every_table_is_shown_somewhere() -> None:
+    """And ends: what has no end would stay as it is."""
     text = "".join(page.read_text("utf-8") for page in script.PAGES)
     for name in script.TABLES:
         assert f"<!-- table: {name} -->" in text, name
+    marks = text.count("<!-- table: ") + text.count("<!-- end of table -->")
+    assert marks == 2 * len(script.MARKED.findall(text))
 
 
 def test_numbers_are_those_of_the_reports() -> None:
