@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NotRequired
 
 import click
 
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..model_names import locate_target, named_draft
-from ..utils.data_files import DataError, check_shape, read_toml
+from ..utils.data_files import DataError, read_toml
 from ..utils.names import check_settings
 from ..utils.sizes import parse_size
+from ..utils.validation import Int, check, table
 
 #: What a model's table may have: arguments of ``SpecDecoder.from_pretrained``.
 _LOADING = {
     "target": str,
-    "draft?": str,
-    "dtype?": str,
-    "adapter_path?": str,
-    "draft_adapter_path?": str,
-    "revision?": str,
-    "memory_limit?": (str, int),
-    "batch?": int,
-    "num_draft_tokens?": (int, str),
+    **dict.fromkeys(
+        ("draft", "dtype", "adapter_path", "draft_adapter_path", "revision"),
+        NotRequired[str],
+    ),
+    "memory_limit": NotRequired[str | Int],
+    "batch": NotRequired[Int],
+    "num_draft_tokens": NotRequired[Int | str],
 }
 
 
@@ -41,19 +41,19 @@ def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any
         ConfigError: a value is not possible.
     """
     try:
-        table = check_shape(read_toml(path), {"models?": dict}).get("models", {})
-        for name, model in table.items():
+        models = check(table({}, models=dict), read_toml(path)).get("models", {})
+        for name, model in models.items():
             table_name = f"models.{name}"
-            check_shape(model, dict, table_name)
-            check_settings(model, (k.removesuffix("?") for k in _LOADING), table_name)
-            check_shape(model, _LOADING, table_name)
-        if not table:
+            check(dict, model, table_name)
+            check_settings(model, _LOADING, table_name)
+            check(table(_LOADING), model, table_name)
+        if not models:
             raise DataError("it names no model: write a table [models.NAME]")
     except FileNotFoundError as error:
         raise click.UsageError(f"--models {path}: there is no such file") from error
     except (ConfigError, DataError) as error:
         raise click.UsageError(f"--models {path}: {error}") from error
-    return {name: _arguments(path, name, table[name], common) for name in table}
+    return {name: _arguments(path, name, models[name], common) for name in models}
 
 
 def _arguments(

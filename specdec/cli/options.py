@@ -45,7 +45,7 @@ from ..model_names import (
 )
 from ..prompts import Encoding
 from ..sampling_params import SamplingParams
-from ..utils.data_files import DataError, check_shape, parse_json, read_text
+from ..utils.data_files import DataError, parse_table, read_text
 from ..utils.sizes import parse_count, parse_size
 
 #: Adds an option to a command.
@@ -606,13 +606,12 @@ def chat_template_config() -> Option:
         if text is None:
             return None
         try:
-            parsed_value: dict[str, Any] = check_shape(parse_json(text), {})
+            return parse_table(text)
         except DataError as error:
             raise click.UsageError(
                 f"--chat-template-config: {error}: write an object, such as "
                 "'{\"enable_thinking\": false}'"
             ) from error
-        return parsed_value
 
     return click.option(
         "--chat-template-config",

@@ -11,11 +11,13 @@ import mlx.nn as nn
 from mlx_lm.utils import load_adapters
 
 from ..errors import ModelError
-from ..utils.data_files import DataError, check_shape, read_json
+from ..utils.data_files import DataError, read_json
 from ..utils.files import NOT_PLAIN
 from ..utils.printable import shorten
+from ..utils.validation import Int, Number, check, table
 from .layers import arrays_of
 
+_KEYS = table({}, lora_parameters=table({}, rank=Int, scale=Number))
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapters.safetensors"
 # Names of arrays that an adapter adds to a layer.
 _ARRAYS = ("lora_a", "lora_b", "m")
@@ -116,8 +118,7 @@ def _check(folder: Path) -> dict[str, Any]:
             raise ModelError(f"{path}: {NOT_PLAIN}: give a folder of mlx_lm.lora")
     path = folder / _CONFIG
     try:
-        shape = {"lora_parameters?": {"rank?": int, "scale?": float}}
-        config: dict[str, Any] = check_shape(read_json(path), shape)
+        config: dict[str, Any] = check(_KEYS, read_json(path))
         lora = config.get("lora_parameters", {})
         rank = lora.get("rank", 1)
     except DataError as error:

@@ -19,7 +19,8 @@ import numpy as np
 from mlx_lm.utils import load_model
 
 from ..errors import ModelError, UnsupportedModelError
-from ..utils.data_files import DataError, check_shape, read_json
+from ..utils.data_files import DataError, read_json
+from ..utils.validation import check, table
 from .folder import check_folder, explained, plain_folder
 from .layers import arrays_of, text_model
 from .loaded import Described, LoadedModel
@@ -29,10 +30,7 @@ log = logging.getLogger("specdec.models")
 CARD = "distill.json"
 FORMAT = "specdec draft"
 # The keys of a card that are read, if they are there.
-_SHAPE = {
-    "embedding?": str,
-    "target?": ({"name?": str, "fingerprint?": str}, None),
-}
+_KEYS = table({}, embedding=str, target=table({}, name=str, fingerprint=str) | None)
 
 
 def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -46,7 +44,7 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
         card = read_json(path)
         if not isinstance(card, dict) or card.get("format") != FORMAT:
             return None
-        check_shape(card, _SHAPE)
+        check(_KEYS, card)
     except FileNotFoundError:
         return None
     except DataError as error:

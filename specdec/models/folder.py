@@ -28,9 +28,10 @@ from ..errors import (
     UnsupportedModelError,
     is_panic,
 )
-from ..utils.data_files import DataError, check_shape, read_json, read_table
+from ..utils.data_files import DataError, read_json, read_table
 from ..utils.files import MOST_BYTES, NOT_PLAIN
 from ..utils.printable import first_line, quoted, shorten
+from ..utils.validation import check, table
 from .tokenizer_check import check_tokenizer_file
 
 # The largest values of a configuration, by the end of a key. Known models have a
@@ -107,8 +108,8 @@ def weight_files(path: Path) -> list[Path]:
     every = sorted(path.glob(_WEIGHTS))
     index = path / _INDEX
     try:
-        shape = {"weight_map": dict}
-        listed = {*check_shape(read_json(index), shape)["weight_map"].values()}
+        kind = table({"weight_map": dict})
+        listed = {*check(kind, read_json(index))["weight_map"].values()}
     except FileNotFoundError:
         listed = set()
     except (DataError, TypeError) as error:

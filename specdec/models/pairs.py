@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..model_names import is_hub_id
-from ..utils.data_files import check_shape, read_toml
+from ..utils.data_files import read_toml
 from .loaded import setting
 
 FILE = Path(__file__).with_name("pairs.toml")
-_DRAFT = {
-    "id": str, "kind": str, "gb?": float, "k?": int, "licence?": str, "thinking?": str,
-    "published?": str, "revision?": str,
-}  # fmt: skip
-_TARGET = {
-    "id": str, "model_type?": str, "width?": int, "layers?": int, "vocabulary?": int,
-    "drafts": [_DRAFT],
-}  # fmt: skip
 # What conversions put at the end of a model's name.
 _CONVERTED = re.compile(
     r"[-_.](\d+-?bits?|q\d\w*|int\d+|b?f(loat)?p?\d+|mlx|gguf|dwq\w*|mxfp\d|nvfp\d|awq|"
@@ -74,14 +66,13 @@ class KnownTarget:
 @cache
 def registry() -> tuple[KnownTarget, ...]:
     """All targets with published drafts."""
-    table = check_shape(read_toml(FILE), {"target": [_TARGET]})
     return tuple(
         KnownTarget(
             each["id"],
             {k: v for k, v in each.items() if k not in ("id", "drafts")},
             tuple(PublishedDraft(**draft) for draft in each["drafts"]),
         )
-        for each in table["target"]
+        for each in read_toml(FILE)["target"]
     )
 
 

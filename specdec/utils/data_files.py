@@ -11,7 +11,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from .files import read_plain
 from .printable import quoted, shorten
@@ -21,12 +21,6 @@ MOST_DEPTH = 100
 #: The largest file of settings, in bytes.
 MOST_BYTES = 10**8
 _MOST_DOTS = 20 * MOST_DEPTH
-# The largest whole number that a shape accepts, so that numbers computed from it stay
-# valid.
-_MOST = 2**53
-
-#: A description that :func:`check_shape` compares a value with.
-Shape: TypeAlias = Any
 
 
 class DataError(ValueError):
@@ -49,8 +43,7 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileNotFoundError, DataError: see :func:`read_json`.
     """
-    table: dict[str, Any] = check_shape(read_json(path), dict)
-    return table
+    return parse_table(read_text(path))
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -99,6 +92,18 @@ def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:
     return value
 
 
+def parse_table(text: str) -> dict[str, Any]:
+    """Parse the table (object) in a JSON text.
+
+    Raises:
+        DataError: see :func:`parse_json`; or it is no table.
+    """
+    table = parse_json(text)
+    if not isinstance(table, dict):
+        raise DataError(f"it is {quoted(table)}, not an object")
+    return table
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse a TOML text.
 
@@ -126,74 +131,6 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 #: ``errors`` for files of :func:`json_text`: writes what UTF-8 lacks as JSON escapes.
 HALVES = "backslashreplace"
-
-
-def check_shape(value: Any, shape: Shape, where: str = "") -> Any:
-    """Return ``value`` if it has the shape.
-
-    Args:
-        shape: ``int`` (not huge), ``float`` (finite, or an ``int``), ``str``,
-            ``bool``, ``dict``, ``list`` or ``None``; ``[shape]`` for a list of any
-            length, ``[shape, shape]`` for a list of exactly these; ``{key: shape}`` for
-            a table with these keys (those with a question mark at the end are
-            optional); a tuple for one of several shapes.
-        where: the value's name, for messages.
-
-    Raises:
-        DataError: it does not have the shape; the message names the place.
-    """
-    name = where or "it"
-    if isinstance(shape, tuple):
-        if not any(_is_of(value, each) for each in shape):
-            expected = " or ".join(_called(each) for each in shape)
-            raise DataError(f"{name} is {quoted(value)}, not {expected}")
-        shape = next(each for each in shape if _is_of(value, each))
-    if not _is_of(value, shape):
-        raise DataError(f"{name} is {quoted(value)}, not {_called(shape)}")
-    if isinstance(shape, list):
-        if len(shape) > 1 and len(value) != len(shape):
-            raise DataError(f"{name} has {len(value)} values, not {len(shape)}")
-        for i, each in enumerate(value):
-            check_shape(each, shape[i if len(shape) > 1 else 0], f"{where}[{i}]")
-    elif isinstance(shape, dict):
-        for key, each in shape.items():
-            key, optional = key.removesuffix("?"), key.endswith("?")
-            inner = f"{where}.{key}".lstrip(".")
-            if key in value:
-                check_shape(value[key], each, inner)
-            elif not optional:
-                raise DataError(f"{inner} is missing")
-    return value
-
-
-_NAMES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    bool: "true or false",
-    dict: "a table",
-    list: "a list",
-    None: "null",
-}
-
-
-def _called(shape: Shape) -> str:
-    kind = type(shape) if isinstance(shape, dict | list) else shape
-    return _NAMES[kind]
-
-
-def _is_of(value: Any, shape: Shape) -> bool:
-    """Whether ``value`` is of the outermost kind of ``shape``."""
-    if shape is None:
-        return value is None
-    if shape is int or shape is float:
-        if isinstance(value, bool):
-            return False
-        if isinstance(value, int):
-            return abs(value) <= _MOST
-        return shape is float and isinstance(value, float) and math.isfinite(value)
-    kind = type(shape) if isinstance(shape, dict | list) else shape
-    return isinstance(value, kind)
 
 
 def _parsed(load: Callable[[Any], Any], text: str | bytes, kind: str) -> Any:

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from .data_files import check_shape, parse_json
+from .data_files import parse_json
 
 #: The compiler that MLX calls on Linux.
 INSTALL_GXX = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
@@ -50,10 +50,10 @@ def _source() -> str | None:
     """The checkout or the wheel that specdec was installed from, if it is there."""
     try:
         text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-        url = urlsplit(check_shape(parse_json(text or ""), {"url": str})["url"])
+        url = urlsplit(str(parse_json(text or "")["url"]))
         path = Path(unquote(url.path))
         there = path.is_file() or (path / "pyproject.toml").is_file()
-    except (metadata.PackageNotFoundError, OSError, ValueError):
+    except (metadata.PackageNotFoundError, LookupError, OSError, TypeError, ValueError):
         return None  # also where the file is damaged
     return str(path) if url.scheme == "file" and there else None
 

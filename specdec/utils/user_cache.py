@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .data_files import DataError, check_shape, read_json
+from .data_files import DataError, read_table
 from .files import replace_file
 
 
@@ -74,14 +74,13 @@ class CachedEntries:
     def load(self) -> dict[str, Any]:
         """All entries, unchecked: an entry may be any JSON value."""
         try:
-            contents = check_shape(
-                read_json(self.path), {"version": int, self._name: dict}
-            )
+            contents = read_table(self.path)
         except (OSError, DataError):
             return {}
-        return (
-            dict(contents[self._name]) if contents["version"] == self._version else {}
-        )
+        entries = contents.get(self._name)
+        if not isinstance(entries, dict) or contents.get("version") != self._version:
+            return {}
+        return entries
 
     def save(self, key: str, entry: Any) -> None:
         """Add the entry as the newest, and replace the file in one step."""

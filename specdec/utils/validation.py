@@ -1,4 +1,4 @@
-"""Values that pydantic checks: records of JSON, and what is wrong in one line.
+"""Values that pydantic checks: tables and records, and what is wrong in one line.
 
 No mlx here.
 """
@@ -6,19 +6,25 @@ No mlx here.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, NotRequired, TypeAlias, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from .data_files import DataError
 from .printable import quoted
 
 R = TypeVar("R")
-#: A count in a record, small enough that numbers computed from it stay valid.
-Count: TypeAlias = Annotated[int, Field(ge=0, le=2**53)]
+T = TypeVar("T")
+# The largest whole number, so that numbers computed from it stay valid.
+_MOST = 2**53
+#: A whole number, a count and a number of a file that anyone may have written.
+Int: TypeAlias = Annotated[int, Field(ge=-_MOST, le=_MOST)]
+Count: TypeAlias = Annotated[int, Field(ge=0, le=_MOST)]
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 
 _WORDS = {
     "string_type": "a text",
@@ -60,6 +66,28 @@ def read_record(kind: type[R], value: Any, where: str = "") -> R:
     except ValidationError as error:
         raise DataError(problem_of(error, value, where).text) from error
     return record
+
+
+def table(required: Mapping[str, Any], **optional: Any) -> Any:
+    """The kind of a table with some keys, for :func:`check`; it may have others."""
+    more = {key: NotRequired[kind] for key, kind in optional.items()}
+    return TypedDict("table", {**required, **more})  # type: ignore[operator]
+
+
+def check(kind: Any, value: T, where: str = "") -> T:
+    """Return a value of a file if it is of a kind: a type, or a :func:`table`.
+
+    Args:
+        where: the value's name, for errors.
+
+    Raises:
+        DataError: the value, or a part of it, is of another kind.
+    """
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise DataError(problem_of(error, value, where).text) from error
+    return value
 
 
 @cache

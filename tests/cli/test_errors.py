@@ -132,7 +132,7 @@ convert model.gguf out --bits 5 | '5' is not one of '4', '8', '16'
 run -p Hi --adapter-path= | --adapter-path is empty: name a folder
 run -p Hi --draft-adapter-path=x | --draft-adapter-path needs --draft
 run -p Hi --chat-template-config=x | --chat-template-config: not JSON
-run -p Hi --chat-template-config=[] | --chat-template-config: it is [], not a tab
+run -p Hi --chat-template-config=[] | --chat-template-config: it is [], not an obj
 run -p Hi --chat-template=none.jinja | none.jinja: no such file: check the path
 run -p Hi --ignore-chat-template --prefill-response=x | --prefill-response needs
 run -p Hi --ignore-chat-template --chat-template=x | --chat-template has no effect

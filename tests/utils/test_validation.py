@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import pytest
 
 from specdec.utils.data_files import DataError
-from specdec.utils.validation import Count, read_record
+from specdec.utils.validation import Count, Int, Number, check, read_record, table
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,44 @@ def test_what_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:
         read_record(Outer, {**WHOLE, **change})
     assert message in str(caught.value)
+
+
+KIND = table(
+    {"n": Int, "x": Number, "many": list[list[Int]], "name": str | None},
+    on=bool,
+    inner=table({"k": list[Number]}) | None,
+)
+GOOD: dict[str, Any] = {
+    "n": 3,
+    "x": 1,
+    "many": [[1], [2, 3]],
+    "name": None,
+    "inner": {"k": [0.5, 2], "more": {}},
+    "else": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": 1.5}, "n is 1.5, not a whole number"),
+        ({"n": True}, "n is True, not a whole number"),
+        ({"n": 10**400}, "it must be 9007199254740992 at most"),
+        ({"x": 10**400}, "not a number"),
+        ({"x": math.nan}, "x is nan, not a number"),
+        ({"x": "1"}, "x is '1', not a number"),
+        ({"many": {}}, "many is {}, not a list"),
+        ({"many": [[1], [2, "a"]]}, "many[1][1] is 'a', not a whole number"),
+        ({"name": 1}, "name is 1, not a text"),
+        ({"on": 1}, "on is 1, not true or false"),
+        ({"inner": {}}, "inner.k is missing"),
+        ({"inner": {"k": ["x" * 5000]}}, "inner.k[0] is"),
+    ],
+)
+def test_tables(change: dict[str, Any], message: str) -> None:
+    """What has another kind than it was written with is used as it is."""
+    assert check(KIND, GOOD) is GOOD
+    with pytest.raises(DataError) as error:
+        check(KIND, {**GOOD, **change})
+    assert message in str(error.value)
+    assert len(str(error.value)) < 200

@@ -21,7 +21,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UnsupportedModelError
-from ...utils.data_files import DataError, check_shape
+from ...utils.data_files import DataError
+from ...utils.validation import Int, check, table
 from ..layers import TargetEnds
 from .config import HeadConfig, LayerSizes, Published
 from .gemma import GemmaLayer, gemma_sizes
@@ -226,15 +227,14 @@ class AssistantHead(DraftHead):
 
 def assistant_config(published: Published) -> AssistantConfig:
     """The configuration of an assistant."""
-    top = check_shape(
+    top = check(
+        table(
+            {"text_config": dict, "backbone_hidden_size": Int},
+            use_ordered_embeddings=bool | None,
+            num_centroids=Int | None,
+            centroid_intermediate_top_k=Int | None,
+        ),
         published.config,
-        {
-            "text_config": dict,
-            "backbone_hidden_size": int,
-            "use_ordered_embeddings?": (bool, None),
-            "num_centroids?": (int, None),
-            "centroid_intermediate_top_k?": (int, None),
-        },
     )
     inner = replace(published, config=top["text_config"])
     base = inner.layers

@@ -13,71 +13,55 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UnsupportedModelError
-from ...utils.data_files import DataError, check_shape
+from ...utils.data_files import DataError
 from ...utils.printable import quoted
+from ...utils.validation import Int, Number, check, table
 
-_NUMBER = (float, int)
 # Keys about the layers. Speculators' format has them in a part of its own.
-_SIZES: dict[str, Any] = {
-    "hidden_size": int,
-    "intermediate_size": int,
-    "num_hidden_layers": int,
-    "num_attention_heads": int,
-    "num_key_value_heads?": (int, None),
-    "head_dim?": (int, None),
-    "rms_norm_eps?": _NUMBER,
-    "vocab_size?": (int, None),
-    "max_position_embeddings?": (int, None),
-    "hidden_act?": (str, None),
-    "rope_theta?": (*_NUMBER, None),
-    "rope_scaling?": (dict, None),
-    "rope_parameters?": (dict, None),
-    "layer_types?": ([str], None),
-    "sliding_window?": (int, None),
-}
+_SIZES = table(
+    {
+        "hidden_size": Int,
+        "intermediate_size": Int,
+        "num_hidden_layers": Int,
+        "num_attention_heads": Int,
+    },
+    **dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+         "sliding_window"), Int | None,
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict | None),
+    rms_norm_eps=Number,
+    rope_theta=Number | None,
+    hidden_act=str | None,
+    layer_types=list[str] | None,
+)  # fmt: skip
 # Keys about the head. SafeAILab's and z-lab's formats may have them in a part of
 # their own.
-_HEAD: dict[str, Any] = {
-    "transformer_layer_config?": (dict, None),
-    "draft_vocab_size?": (int, None),
-    "target_hidden_size?": (int, None),
-    "num_target_layers?": (int, None),
-    "block_size?": (int, None),
-    "mask_token_id?": (int, None),
-    "pard_token?": (int, None),
-    "ptd_token_id?": (int, None),
-    "target_layer_ids?": ([int], None),
-    "aux_hidden_state_layer_ids?": ([int], None),
-    "eagle_aux_hidden_state_layer_ids?": ([int], None),
-    "sample_from_anchor?": (bool, None),
-    "query_zero_predicts_next?": (bool, None),
-    "sliding_window_non_causal?": (bool, None),
-    "is_causal?": (bool, None),
-    "causal?": (bool, None),
-    "dflash_query_causal?": (bool, None),
-    "use_swa?": (bool, None),
-    "swa_window_size?": (int, None),
-    "rope_is_neox_style?": (bool, None),
-    "is_neox_style?": (bool, None),
-    "markov_rank?": (int, None),
-    "markov_head_type?": (str, None),
-    "log_snr_conditioning?": (bool, None),
-    "conv_kernel_size?": (int, None),
-    "conv_group_size?": (int, None),
-    "selector_rank?": (int, None),
-    "selector_top_k?": (int, None),
-    "norm_before_residual?": (bool, None),
-    "norm_before_fc?": (bool, None),
-    "fc_norm?": (bool, None),
-    "norm_output?": (bool, None),
-    "final_logit_softcapping?": (*_NUMBER, None),
-    "output_multiplier?": (*_NUMBER, None),
-    "input_embedding_scale?": (*_NUMBER, None),
-    "projector_type?": (str, None),
-    "speculators_config?": (dict, None),
-    "num_centroids?": (int, None),
-    "centroid_intermediate_top_k?": (int, None),
-}
+_HEAD = table(
+    {},
+    **dict.fromkeys(("transformer_layer_config", "speculators_config"), dict | None),
+    **dict.fromkeys(
+        ("draft_vocab_size", "target_hidden_size", "num_target_layers", "block_size",
+         "mask_token_id", "pard_token", "ptd_token_id", "swa_window_size",
+         "markov_rank", "conv_kernel_size", "conv_group_size", "selector_rank",
+         "selector_top_k", "num_centroids", "centroid_intermediate_top_k"), Int | None,
+    ),
+    **dict.fromkeys(
+        ("target_layer_ids", "aux_hidden_state_layer_ids",
+         "eagle_aux_hidden_state_layer_ids"), list[Int] | None,
+    ),
+    **dict.fromkeys(
+        ("sample_from_anchor", "query_zero_predicts_next", "sliding_window_non_causal",
+         "is_causal", "causal", "dflash_query_causal", "use_swa", "rope_is_neox_style",
+         "is_neox_style", "log_snr_conditioning", "norm_before_residual",
+         "norm_before_fc", "fc_norm", "norm_output"), bool | None,
+    ),
+    **dict.fromkeys(
+        ("final_logit_softcapping", "output_multiplier", "input_embedding_scale"),
+        Number | None,
+    ),
+    **dict.fromkeys(("markov_head_type", "projector_type"), str | None),
+)  # fmt: skip
 _PARTS = ("dflash_config", "eagle_config")
 
 # Numbers under these keys must be 1 or more.
@@ -186,9 +170,9 @@ class Published:
     source: str
 
     def __post_init__(self) -> None:
-        check_shape(self.config, _HEAD)
+        check(_HEAD, self.config)
         for name in _PARTS:
-            check_shape(self.config.get(name) or {}, _HEAD, name)
+            check(_HEAD, self.config.get(name) or {}, name)
 
     @property
     def speculators(self) -> bool:
@@ -207,12 +191,12 @@ class Published:
         layers = self.config
         if self.speculators:
             key = "transformer_layer_config"
-            layers = check_shape(self.config, {key: dict}, self.source)[key]
-        checked: Mapping[str, Any] = check_shape(layers, _SIZES)
-        for name, value in (*checked.items(), *self.config.items()):
+            layers = check(table({key: dict}), self.config, self.source)[key]
+        check(_SIZES, layers)
+        for name, value in (*layers.items(), *self.config.items()):
             if name in _POSITIVE and isinstance(value, int) and value < 1:
                 raise DataError(f"{name} is {value}: it must be 1 or more")
-        return checked
+        return layers
 
     def value(self, *names: str) -> Any:
         """The first value under these names, in a part of the configuration or above.
@@ -296,7 +280,7 @@ class Published:
             num_kv_heads=kv_heads,
             head_dim=layers.get("head_dim") or layers["hidden_size"] // heads,
             rms_norm_eps=float(layers.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(check_shape(theta, _NUMBER, "rope_theta")),
+            rope_theta=float(check(Number, theta, "rope_theta")),
             rope_scaling=scaling or None,
             rope_traditional=None if neox is None else not neox,
             max_positions=layers.get("max_position_embeddings"),

@@ -11,14 +11,13 @@ from ...errors import ConfigError, SpecdecError
 from ...utils.data_files import (
     HALVES,
     DataError,
-    check_shape,
     first_difference,
     json_text,
     parse_json,
     read_text,
 )
 from ...utils.printable import quoted
-from ...utils.validation import Count, read_record
+from ...utils.validation import Count, Int, check, read_record, table
 from .cells import Cell, Unit
 from .job import JobRecord
 
@@ -124,7 +123,7 @@ class Results:
         if kind == "refused":
             self.refused.add(cell)
             return
-        record = read_record(JobRecord, check_shape(line, {"pass": int}))
+        record = read_record(JobRecord, check(table({"pass": Int}), line))
         if not _fits(record):
             raise DataError("its numbers do not fit together")
         self.passes.setdefault(cell, {})[line["pass"]] = record
@@ -148,7 +147,7 @@ class Results:
         results: Self | None = None
         for number, text_line in enumerate(text.split("\n")[:-1], 1):
             try:
-                line = check_shape(parse_json(text_line), {"kind": str})
+                line = check(table({"kind": str}), parse_json(text_line))
                 if results is None:
                     results = cls._begun_with(line)
                 else:
@@ -167,7 +166,7 @@ class Results:
     def _begun_with(cls, line: Line) -> Self:
         if line["kind"] != "recipe" or line.get("format") != FORMAT:
             raise DataError("it is not the first line of results")
-        recipe = check_shape(line, {"recipe": {"name": str}})["recipe"]
+        recipe = check(table({"recipe": table({"name": str})}), line)["recipe"]
         prompts = read_record(PromptsRecord, line.get("prompts"), "prompts")
         if not prompts.tokens or len(prompts.tokens) != len(prompts.categories):
             raise DataError("its lists of prompts differ in length")

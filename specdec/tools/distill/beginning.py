@@ -14,21 +14,24 @@ from ...errors import ConfigError, ModelError
 from ...model_names import ModelDraft
 from ...models.draft_folder import read_card
 from ...models.layers import leaves_of
-from ...utils.data_files import DataError, check_shape, read_json
+from ...utils.data_files import DataError, read_json, read_table
+from ...utils.validation import Int, Number, check, table
 from .options import DistillOptions
 from .storage import read_arrays
 from .student import Student
 
 _WEIGHTS = "model.safetensors"
 # The keys of a card that say what the draft looks like.
-_SHAPE = {
-    "layers": [int],
-    "widen": int,
-    "kind?": str,
-    "form?": str,
-    "block_size?": int,
-    "training": {"tokens": int, "seconds": float},
-}
+_KEYS = table(
+    {
+        "layers": list[Int],
+        "widen": Int,
+        "training": table({"tokens": Int, "seconds": Number}),
+    },
+    kind=str,
+    form=str,
+    block_size=Int,
+)
 
 
 def as_begun(options: DistillOptions) -> DistillOptions:
@@ -50,8 +53,8 @@ def as_begun(options: DistillOptions) -> DistillOptions:
     if options.out is not None and options.out.expanduser().resolve() == folder:
         raise ConfigError(f"out is {folder}, which training begins with: name another")
     try:
-        check_shape(card, _SHAPE)
-        config = check_shape(read_json(folder / "config.json"), dict)
+        check(_KEYS, card)
+        config = read_table(folder / "config.json")
     except (OSError, DataError) as error:
         raise ModelError(f"{folder} cannot be read ({error}): make it again") from error
     layers = card["layers"]

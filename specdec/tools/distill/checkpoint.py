@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 
 from ...errors import ModelError
 from ...models.layers import leaves_of
-from ...utils.data_files import check_shape, first_difference, parse_json
+from ...utils.data_files import first_difference, parse_json, parse_table
 from ...utils.validation import read_record
 from .storage import read_arrays, write_arrays
 
@@ -120,7 +120,7 @@ def _load(
     if meta.pop("digest", None) != _digest(arrays, meta):
         raise _DamagedError("it was changed after it was written")
     try:
-        known = check_shape(parse_json(meta["identity"]), dict)
+        known = parse_table(meta["identity"])
         progress = read_record(Progress, parse_json(meta["progress"]))
     except (KeyError, TypeError, ValueError) as error:
         raise _DamagedError("it is of another version") from error
