@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import random
-import tempfile
-import time
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -19,15 +15,10 @@ from .case import (
     LONGEST_LINE,
     Answer,
     FaultError,
-    World,
     check_answer,
     check_error,
-    specdec,
 )
-from .folders import sound_folder
-from .gguf_files import Parts, spoil_counts, spoil_pairs, spoil_tensors
 from .kinds import KINDS
-from .odd import odd_value, spoil_bytes, spoil_text, spoil_tree, to_json
 from .runner import fuzz, run
 
 # Every seed is a case of each kind.
@@ -86,55 +77,6 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     """A false alarm; a process of a case's that inherits the time of that case."""
     kinds = ["does_nothing", "starts_a_process"]
     assert run(kinds, 0, 30, plugin=PLANTED) is None
-
-
-def test_nothing_is_left_of_a_worker_that_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its folder stayed, of gigabytes of sparse files perhaps."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert run(["dies"], 0, 1, plugin=PLANTED) is not None
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_what_a_command_says_late_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A warning of a thread in the background that a later case is blamed for."""
-
-    def fails(*_: object) -> None:
-        time.sleep(0.3)
-        raise OSError(28, "no room")
-
-    monkeypatch.setattr("specdec.prefix_cache.disk.write_entry", fails)
-    target = sound_folder(World(tmp_path))
-    ask = ("--prompt", "12 the " * 40, "--ignore-chat-template", "--max-tokens", "2")
-    more = ("--draft", "none", "--quiet", "--prefix-cache", tmp_path / "store")
-    assert "no room" in specdec("run", "--target", target, *ask, *more).err
-
-
-def test_a_seed_is_an_input() -> None:
-    """Inputs that cannot be made again: order of a set or a folder, another draw."""
-    from .gguf_files import sound_file
-
-    parts = sound_file(World(Path()))
-    tree = {"a": [1, 2, {"b": None}], "c": "text"}
-
-    def inputs(seed: int) -> list[object]:
-        rng = random.Random(seed)
-        made: list[Parts] = [
-            way(parts, rng) for way in (spoil_pairs, spoil_tensors, spoil_counts)
-        ]
-        return [
-            *(each.encode() for each in made),
-            spoil_bytes(b"abc" * 100, rng),
-            spoil_text("abc", rng),
-            to_json(spoil_tree(tree, rng, ("d",))),
-            to_json(odd_value(rng)),
-        ]
-
-    assert [inputs(seed) for seed in range(50)] == [inputs(seed) for seed in range(50)]
-    assert inputs(0) != inputs(1)
 
 
 GOOD = Answer(2, "", "specdec: error: it is not there: check the path\n")

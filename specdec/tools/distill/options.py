@@ -152,8 +152,8 @@ class DistillOptions:
             require_int("num_draft_tokens", length, 1)
         require_range("learning_rate", self.learning_rate, 0, 1e6, open_low=True)
         if self.bits is not None:
-            known = ", ".join(map(str, BITS))
-            require(self.bits in BITS, "bits", self.bits, f"one of {known}")
+            bits = ", ".join(map(str, BITS))
+            require(self.bits in BITS, "bits", self.bits, f"one of {bits}")
         self._check_out()
 
     def _check_out(self) -> None:

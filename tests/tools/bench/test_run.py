@@ -109,7 +109,7 @@ def test_a_process_killed_for_good(tmp_path: Path) -> None:
     """SIGKILL between two lines, or within one; the same command completes it."""
     recipe, out = tmp_path / "tiny.toml", tmp_path / "out"
     recipe.write_text(TINY, "utf-8")
-    settings = ["batch=2", "repeat=5", "num_draft_tokens=2"]
+    settings = ["batch=2", "repeat=2", "num_draft_tokens=2"]
     command = [sys.executable, "-m", "specdec", "bench", str(recipe)]
     command += ["--out", str(out), *(x for s in settings for x in ("--set", s))]
     raw = out / "raw.jsonl"
@@ -323,7 +323,7 @@ def test_results_edited_by_hand(whole: Path, tmp_path: Path) -> None:
         for odd in ODD
     ]
     refused = []
-    for number, at, odd in rng.sample(cases, 300):
+    for number, at, odd in rng.sample(cases, 150):
         changed = [*lines]
         changed[number] = edited(lines[number], at, odd)
         text = "\n".join(changed) + "\n"
@@ -333,7 +333,7 @@ def test_results_edited_by_hand(whole: Path, tmp_path: Path) -> None:
         except ConfigError as error:
             refused.append(str(error))
     assert max(map(len, refused)) <= 1000
-    assert len(refused) > 150  # the others are free texts, or numbers that may be so
+    assert len(refused) > 75  # the others are free texts, or numbers that may be so
 
 
 @pytest.mark.parametrize(
