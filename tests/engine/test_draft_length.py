@@ -142,22 +142,6 @@ def test_rows_that_joined_meanwhile_missed_less(
     assert accepted == drafted > 20
 
 
-def test_a_draft_that_does_not_catch_up_is_noticed(
-    target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test above fails for a draft that leaves out what it missed."""
-
-    def forgets(self: Any, round_: Any) -> Any:
-        self._missed.clear()
-        return round_.tail
-
-    monkeypatch.setattr(draft_model.DraftModelRows, "_catch_up", forgets)
-    script = Script(lambda number: 0 if 3 <= number < 30 else 2)
-    rows = exact(target, target, PROMPTS[1:4], 60, num_draft_tokens=4, length=script)
-    drafted, accepted = drafts_of(rows)
-    assert accepted < drafted
-
-
 def test_catching_up_takes_chunks(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 tokens are a few forwards, not a hundred."""
     widths: list[int] = []

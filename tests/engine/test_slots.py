@@ -213,49 +213,6 @@ def test_rows_join_together_and_none_is_forgotten(
             assert request.tokens == wanted
 
 
-def fault_slot_of_another(patch: pytest.MonkeyPatch) -> None:
-    """A row's keys go into the next idle slot, its tokens into the right one."""
-    place = ModelRows.place
-
-    def wrong(self: ModelRows, rows: Any, other: ModelRows) -> None:
-        place(self, [*rows[1:], rows[0]], other)
-
-    patch.setattr(ModelRows, "place", wrong)
-
-
-def fault_slot_of_a_running_row(patch: pytest.MonkeyPatch) -> None:
-    place = ModelRows.place
-
-    def wrong(self: ModelRows, rows: Any, other: ModelRows) -> None:
-        slots = [row for row in range(self.num_rows) if row not in rows]
-        place(self, (slots + list(rows))[: len(rows)], other)
-
-    patch.setattr(ModelRows, "place", wrong)
-
-
-@pytest.mark.parametrize("plant", [fault_slot_of_another, fault_slot_of_a_running_row])
-def test_planted_faults_are_found(
-    target: Any,
-    plant: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plant(monkeypatch)
-    prompts, params = job(24, seed=1)
-    rows = run_rows(
-        target,
-        None,
-        prompts,
-        params,
-        batch_size=6,
-        backend=BEHIND,
-        prefill_step_size=64,
-    )
-    expected = [
-        greedy(target, p, q.max_tokens) for p, q in zip(prompts, params, strict=True)
-    ]
-    assert [row.tokens for row in rows] != expected
-
-
 @BACKENDS
 def test_a_slot_keeps_nothing_of_a_row_whose_keys_hold_nan(
     tiny_model: Callable[..., Any], backend: BackendDefaults

@@ -133,49 +133,6 @@ def test_proposals_are_those_of_a_plain_forward(
         assert proposed in wanted, (len(texts[0]), proposed, wanted)
 
 
-def other_layers(drafter: Any) -> None:
-    drafter.head.places = [0, 0, 1]
-
-
-def embedded_twice(drafter: Any) -> None:
-    usual = drafter.head.embed
-    drafter.head.embed = lambda tokens: usual(tokens) * 32**0.5
-
-
-def no_last_norm(drafter: Any) -> None:
-    drafter.head.absorb = lambda hidden, following, caches: hidden
-
-
-def one_position_more(drafter: Any) -> None:
-    usual = drafter.head.output
-    drafter.head.output = lambda t, s, position, a: usual(t, s, position + 1, a)
-
-
-@pytest.mark.parametrize(
-    "fault", [other_layers, embedded_twice, no_last_norm, one_position_more]
-)
-def test_what_is_wrong_is_seen(
-    fault: Callable[[Any], None],
-    targets: dict[str, LoadedModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The comparison above notices each of these, and the text does not change."""
-    target = targets["dense"]
-    drafter, weights = drafter_of(tmp_path, "dense", target)
-    fault(drafter)
-    prompts = make_prompts()[2:5]
-    whole = [[*p, *greedy(target.model, p, 12)] for p in prompts]
-    noted = Noted(monkeypatch, whole, AssistantRows)
-    exact(target.model, None, prompts, 12, num_draft_tokens=K, drafter=drafter)
-    right = [
-        proposed in [proposals("dense", weights, target.model, t) for t in texts]
-        for texts, proposed in noted.found
-        if len(proposed) == K
-    ]
-    assert not all(right)
-
-
 @pytest.mark.parametrize("bits", [None, 8])
 def test_packed_keys_and_bounded_caches(
     bits: int | None,

@@ -18,7 +18,6 @@ from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel, draft_model
 from specdec.spec_decode.commit import Accepted
-from specdec.spec_decode.draft_model import Backlog, Piece
 from specdec.spec_decode.drafter import Round
 from specdec.spec_decode.verifier import Verifier
 from tests.plain import BEHIND, VOCAB
@@ -262,20 +261,3 @@ def test_the_caches_of_all_layers_look_at_lengths_together(model: Any) -> None:
         decoding.draft_and_check()
     decoding.miss(12)
     decoding.draft_and_check()
-
-
-def test_a_draft_whose_padding_stays_is_noticed(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tests above fail where padding is taken for what was missed."""
-    padded = Backlog.padded
-
-    def all_valid(*args: Any) -> Iterable[Piece]:
-        for piece in padded(*args):
-            yield Piece(piece.tokens, [piece.width] * len(piece.valid))
-
-    monkeypatch.setattr(Backlog, "padded", all_valid)
-    decoding = Decoding(model, texts_of(20, 9), max_length=900)
-    decoding.miss(12)
-    with pytest.raises(AssertionError):
-        decoding.draft_and_check()

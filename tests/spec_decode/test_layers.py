@@ -141,17 +141,3 @@ def test_what_is_refused(tiny_model: Callable[..., Any]) -> None:
         UnsupportedModelError, match="mine: skipping layers of rwkv7 models"
     ):
         SkippingModel(build_arch("rwkv7"), (0,), "mine")
-
-
-def test_a_mask_of_the_wrong_kind_is_noticed(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The nearest cache, whatever its kind: its mask has another width."""
-    import specdec.models.layer_skip
-
-    model = build(tiny_model, "gemma3")
-    monkeypatch.setattr(
-        specdec.models.layer_skip, "_kind", lambda cache: (object, None)
-    )
-    with pytest.raises(ValueError, match="broadcast"):
-        in_chunks(SkippingModel(model, (1, 5)))

@@ -6,7 +6,6 @@ no token of the output: drafts are accepted less, and nothing says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,7 +17,7 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.models.layer_skip import SkippingModel
 from specdec.models.precision import quantized_copy
-from specdec.models.runner import ModelRows, ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.prefix_cache.store import PrefixStore
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
@@ -30,18 +29,13 @@ from specdec.spec_decode import (
     Round,
     draft_model,
 )
-from specdec.spec_decode.draft_model import Backlog, DraftModelRows
+from specdec.spec_decode.draft_model import DraftModelRows
 from tests.models.test_recurrent import (
     PADDED,
     compiled_calls,
     left_to_the_kernel,
     model_of,
-    no_rollback,
-    one_too_many,
-    row_of_a_neighbour,
     slightly_off,
-    slot_not_emptied,
-    window_not_moved,
 )
 from tests.plain import AT_ONCE, BEHIND, METAL, drafts_of, exact, greedy
 from tests.scripted import Script
@@ -141,47 +135,6 @@ def test_by_compiled_forwards(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> 
         decoding.draft_and_check(accepted, k=3)
         decoding.note_lengths()
     assert used.count(True) > 20
-
-
-def no_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    """Only the last of a round's writes is taken back."""
-    trim = ModelRows.trim_per_sequence
-
-    def trimmed(self: Any, n: Any, *args: Any) -> None:
-        for each in self._caches:
-            if getattr(each, "_written", None):
-                each._written = each._written[-1:]
-        trim(self, n, *args)
-
-    patch.setattr(ModelRows, "trim_per_sequence", trimmed)
-
-
-def backlog_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    filtered = Backlog.filter
-    patch.setattr(Backlog, "filter", lambda s, rows: filtered(s, list(rows)[::-1]))
-
-
-@pytest.mark.parametrize(
-    ("fault", "backend"),
-    [
-        (no_rollback, AT_ONCE),
-        (one_too_many, AT_ONCE),
-        (window_not_moved, AT_ONCE),
-        (row_of_a_neighbour, PADDED),
-        (slot_not_emptied, PADDED),
-        (no_checkpoint, PADDED),
-        (backlog_of_a_neighbour, AT_ONCE),
-    ],
-)
-def test_faults_change_proposals(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    backend: BackendDefaults,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The comparison above would pass whatever a draft proposes."""
-    fault(monkeypatch)
-    with pytest.raises(AssertionError):
-        history("qwen3_5", backend, 0)
 
 
 # -- whole runs ------------------------------------------------------------------
