@@ -128,7 +128,8 @@ def _attending(model: nn.Module) -> list[Any]:
 
 def _forms(module: nn.Module) -> Iterable[tuple[int, mx.Dtype]]:
     """Forms of an attention module: the head sizes and types that it may have."""
-    return product(_head_sizes(module), _halves(module))
+    size = size_of(module)
+    return product(decode_attention.SIZES if size is None else (size,), _halves(module))
 
 
 def takes_single(model: nn.Module) -> bool:
@@ -152,13 +153,13 @@ def _halves(module: nn.Module) -> list[mx.Dtype]:
     return [dtype for dtype in TYPES if dtype in dtypes]
 
 
-def _head_sizes(module: Any) -> Iterable[int]:
-    """Head sizes of an attention module, or if unknown all that the kernel takes."""
-    size = getattr(module, "head_dim", None)
-    heads, queries = getattr(module, "n_heads", 0), getattr(module, "q_proj", None)
-    if size is None and heads and queries is not None:
+def size_of(module: Any) -> int | None:
+    """The head size of an attention module, as far as it is known."""
+    size: int | None = getattr(module, "head_dim", None)
+    heads, queries = getattr(module, "n_heads", 0), getattr(module, "q_proj", {})
+    if size is None and heads and "weight" in queries:
         size = queries["weight"].shape[0] // heads
-    return decode_attention.SIZES if size is None else (size,)
+    return size
 
 
 def usual_calls(model: nn.Module) -> None:

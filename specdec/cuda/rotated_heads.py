@@ -2,14 +2,15 @@
 
 Attention of Qwen3, Qwen3-Next, Qwen3.5 and of most draft heads norms queries and keys
 head by head, and rotates them by their positions: four launches of mlx-lm's code, which
-are one here.
+are one here. Llama's and Qwen2's rotate them without a norm: two launches, and the
+kernel has the bits of MLX's.
 
 A token's queries and keys do not depend on what is beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from math import log2
 from operator import attrgetter
@@ -17,19 +18,23 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
-from .attention_patch import attend
+from .attention_patch import attend, size_of
 from .kernels import TYPES, cuda_kernel
 from .modules import derived, modules_of
 from .proofs import Proofs, close
 
 # Attention modules by name, so that only models that have them import their modules.
 _KINDS = {
+    ("mlx_lm.models.llama", "Attention"),
+    ("mlx_lm.models.qwen2", "Attention"),
     ("mlx_lm.models.qwen3", "Attention"),
     ("mlx_lm.models.qwen3_moe", "Attention"),
     ("mlx_lm.models.qwen3_next", "Qwen3NextAttention"),
     ("specdec.models.draft_heads.layers", "HeadAttention"),
 }
+_NORMS = "q_norm", "k_norm"
 MOST_SIZE = 256
 
 # A warp has a head of a token: each 32nd number a thread. Numbers that rotate together
@@ -56,13 +61,15 @@ SOURCE = """
     x[i] = static_cast<float>(from[place_of(i) * step]);
     sum = fmaf(x[i], x[i], sum);
   }
-  #pragma unroll
-  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-  const float by = rsqrtf(sum / D + static_cast<float>(@EPS@));
-  const T* const norm = of_query ? q_norm : k_norm;
-  #pragma unroll
-  for (int i = 0; i < EACH; ++i)
-    x[i] = rounded(rounded(x[i] * by) * static_cast<float>(norm[place_of(i)]));
+  if (NORMS) {
+    #pragma unroll
+    for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    const float by = rsqrtf(sum / D + static_cast<float>(@EPS@));
+    const T* const norm = of_query ? q_norm : k_norm;
+    #pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      x[i] = rounded(rounded(x[i] * by) * static_cast<float>(norm[place_of(i)]));
+  }
   const float position =
       static_cast<float>(@SCALE@) * static_cast<float>(offset[row] + token);
   #pragma unroll
@@ -91,7 +98,7 @@ class Form(NamedTuple):
         heads, key_heads: of queries and of keys.
         size: of a head.
         rotated: how many of a head's numbers rotate.
-        eps: of both norms.
+        eps: of both norms; ``None``: there are none.
         scale, base: of positions.
         traditional: whether neighbours rotate together.
     """
@@ -101,7 +108,7 @@ class Form(NamedTuple):
     key_heads: int
     size: int
     rotated: int
-    eps: float
+    eps: float | None
     scale: float
     base: float
     traditional: bool = False
@@ -120,8 +127,9 @@ class Form(NamedTuple):
 
 
 @cache
-def _kernel(dtype: mx.Dtype, eps: float, scale: float, base: float) -> Any:
-    source = SOURCE.replace("@EPS@", f"{eps!r}").replace("@SCALE@", f"{scale!r}")
+def _kernel(dtype: mx.Dtype, eps: float | None, scale: float, base: float) -> Any:
+    source = SOURCE.replace("@EPS@", f"{eps or 0.0!r}")
+    source = source.replace("@SCALE@", f"{scale!r}")
     return cuda_kernel(
         f"rotated_heads_{TYPES[dtype]}",
         source.replace("@LOG_BASE@", f"{log2(base)!r}"),
@@ -135,14 +143,14 @@ def rotated(
     form: Form,
     q: mx.array,
     k: mx.array,
-    norms: tuple[mx.array, mx.array],
+    norms: Sequence[mx.array],
     offset: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """Queries and keys, normed and rotated.
 
     Args:
         q, k: shape (B, S, H, D) and (B, S, KV, D).
-        norms: weights of the norms of queries and keys, shape (D,) each.
+        norms: weights of the norms of queries and keys, shape (D,) each, if any.
         offset: the position of each row's first token, shape (B,), int32.
 
     Returns:
@@ -151,7 +159,7 @@ def rotated(
     rows, tokens, heads, size = q.shape
     key_heads = form.key_heads
     (out,) = _kernel(form.dtype, form.eps, form.scale, form.base)(
-        inputs=[q, k, *norms, offset],
+        inputs=[q, k, *(norms or (q, k)), offset],
         template=[
             ("T", form.dtype),
             ("H", heads),
@@ -159,6 +167,7 @@ def rotated(
             ("D", size),
             ("HALF", form.rotated // 2),
             ("PAIRS", int(form.traditional)),
+            ("NORMS", int(form.eps is not None)),
         ],
         grid=(rows * tokens * (heads + key_heads) * 32, 1, 1),
         threadgroup=(32, 1, 1),
@@ -202,7 +211,7 @@ class _OneKernel:
         gate = None
         if q.shape[-1] > form.size:  # each head's queries, then its gate
             q, gate = mx.split(q, 2, axis=-1)
-        norms = layer.q_norm.weight, layer.k_norm.weight
+        norms = [layer[name].weight for name in _NORMS if name in layer]
         queries, keys = rotated(form, q, k, norms, offset.astype(mx.int32))
         keys, values = cache.update_and_fetch(keys, v.transpose(0, 2, 1, 3))
         output = attend(
@@ -217,23 +226,27 @@ class _OneKernel:
 
 def form_of(layer: Any) -> Form | None:
     """The form of an attention module; ``None``: its positions are of another kind."""
-    rope, norms = layer.rope, (layer.get("q_norm"), layer.get("k_norm"))
+    rope, norms = layer.rope, [layer[name] for name in _NORMS if name in layer]
     # Those of draft heads may have no norms, sinks, or gates apart from the queries.
     more = "attention_sink_bias" in layer or "g_proj" in layer
-    if type(rope) is not nn.RoPE or None in norms or more:
+    if type(rope) is not nn.RoPE or len(norms) == 1 or more:
         return None
-    weights = [norm["weight"] for norm in norms]
-    if norms[0].eps != norms[1].eps or weights[0].dtype != weights[1].dtype:
+    if len({(norm.eps, norm["weight"].dtype) for norm in norms}) > 1:
         return None
     heads, key_heads = (
         (layer.n_heads, layer.n_kv_heads)
         if "n_heads" in vars(layer)
         else (layer.num_attention_heads, layer.num_key_value_heads)
     )
-    size = weights[0].shape[0]
-    numbers = float(norms[0].eps), float(rope.scale), float(rope.base)
-    sizes = heads, key_heads, size, rope.dims
-    return Form(weights[0].dtype, *sizes, *numbers, bool(rope.traditional))
+    eps, weight = (norms[0].eps, norms[0]["weight"]) if norms else (None, None)
+    sizes = (size_of(layer),) if weight is None else weight.shape
+    arrays: Any = tree_flatten(layer.parameters() if weight is None else [weight])
+    dtypes = {a.dtype for _, a in arrays if mx.issubdtype(a.dtype, mx.floating)}
+    if len(dtypes) != 1 or len(sizes) != 1 or not sizes[0]:
+        return None
+    numbers = eps and float(eps), float(rope.scale), float(rope.base)
+    each = heads, key_heads, sizes[0], rope.dims
+    return Form(dtypes.pop(), *each, *numbers, bool(rope.traditional))
 
 
 def take_heads(model: nn.Module) -> None:
@@ -261,7 +274,10 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _agrees(form: Form) -> bool:
-    """Whether the kernel computes what MLX's norms and rotation do, in float32."""
+    """Whether the kernel computes what MLX's norms and rotation do, in float32.
+
+    Without norms, it has to have the bits of MLX's rotation.
+    """
 
     def drawn(*shape: int) -> mx.array:
         normal = mx.random.normal(shape, key=mx.random.key(sum(shape)))
@@ -272,18 +288,21 @@ def _agrees(form: Form) -> bool:
     k = drawn(3, 2, form.key_heads, form.size)
     norms = drawn(form.size), 1 + drawn(form.size)
     offset = mx.array([0, 7, 1000], mx.int32)
-    both = rotated(form, q, k, norms, offset)
+    both = rotated(form, q, k, norms if form.eps is not None else (), offset)
     for ours, heads, norm in zip(both, (q, k), norms, strict=True):
-        heads, norm = heads.astype(mx.float32), norm.astype(mx.float32)
+        if form.eps is not None:
+            heads, norm = heads.astype(mx.float32), norm.astype(mx.float32)
+            heads = mx.fast.rms_norm(heads, norm, form.eps)
         exact = mx.fast.rope(
-            mx.fast.rms_norm(heads, norm, form.eps).transpose(0, 2, 1, 3),
+            heads.transpose(0, 2, 1, 3),
             form.rotated,
             traditional=form.traditional,
             base=form.base,
             scale=form.scale,
             offset=offset,
         )
-        if not close(ours, exact, 0.02):
+        same = mx.array_equal(ours, exact).item()
+        if not (same or (form.eps is not None and close(ours, exact, 0.02))):
             return False
     return True
 

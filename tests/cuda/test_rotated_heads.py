@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.models.architectures import build
 
 WHOLE = Form(mx.bfloat16, 4, 2, 64, 64, 1e-6, 1.0, 1e6)
 PART = Form(mx.float16, 3, 1, 256, 64, 1e-5, 0.25, 1e4)
+BARE = Form(mx.bfloat16, 9, 3, 64, 64, None, 1.0, 1e5)
 PAIRS = Form(mx.bfloat16, 3, 1, 192, 128, 1e-5, 1.0, 1e5, True)
 
 
@@ -35,7 +36,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Drawn:
     q: mx.array
     k: mx.array
-    norms: tuple[mx.array, mx.array]
+    norms: Sequence[mx.array]
     offset: mx.array
 
 
@@ -51,13 +52,16 @@ def drawn(form: Form, rows: int = 2, tokens: int = 3) -> Drawn:
         for i, shape in enumerate(shapes)
     )
     offset = mx.array([5, 131071, 0, 77][:rows], mx.int32)
-    return Drawn(q, k, (norms[0], norms[1]), offset)
+    return Drawn(q, k, norms if form.eps is not None else [], offset)
 
 
-def exact(form: Form, given: mx.array, norm: mx.array, offset: mx.array) -> Any:
+def exact(form: Form, given: mx.array, norm: mx.array | None, offset: mx.array) -> Any:
     """By the formulas, in float64."""
-    x, weight = (np.array(a.astype(mx.float32)).astype(float) for a in (given, norm))
-    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + form.eps) * weight
+    x = np.array(given.astype(mx.float32)).astype(float)
+    if norm is not None:
+        weight = np.array(norm.astype(mx.float32)).astype(float)
+        mean = (x * x).mean(axis=-1, keepdims=True)
+        x = x / np.sqrt(mean + (form.eps or 0)) * weight
     half = form.rotated // 2
     places = np.array(offset)[:, None] + np.arange(x.shape[1])
     angle = form.scale * places[..., None] * form.base ** -(np.arange(half) / half)
@@ -73,7 +77,7 @@ def exact(form: Form, given: mx.array, norm: mx.array, offset: mx.array) -> Any:
 
 def agrees(form: Form, given: Drawn) -> bool:
     both = rotated_heads.rotated(form, given.q, given.k, given.norms, given.offset)
-    pairs = zip(both, (given.q, given.k), given.norms, strict=True)
+    pairs = zip(both, (given.q, given.k), given.norms or (None, None), strict=True)
     return all(
         # A position of 131,071 has an angle that is off by 0.004 in float32.
         np.abs(np.array(found.astype(mx.float32)) - right).max()
@@ -84,12 +88,31 @@ def agrees(form: Form, given: Drawn) -> bool:
 
 
 @needs_compiler
-@pytest.mark.parametrize("form", [WHOLE, PART, PAIRS])
+@pytest.mark.parametrize("form", [WHOLE, PART, PAIRS, BARE])
 def test_heads(form: Form) -> None:
     """Of one token and of several; all of a head rotates, or a part."""
     for rows, tokens in ((1, 1), (2, 3), (4, 2)):
         assert agrees(form, drawn(form, rows, tokens))
-    assert rotated_heads.proven(form)
+    assert form.eps is None or rotated_heads.proven(form)
+
+
+@needs_compiler
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_rotation_alone_has_to_have_the_same_bits(
+    off: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof sees one bit of one number."""
+
+    def ours(x: mx.array, dims: int, *, offset: mx.array, **options: Any) -> mx.array:
+        heads = x.transpose(0, 2, 1, 3)
+        alone = BARE._replace(heads=heads.shape[2], key_heads=heads.shape[2])
+        turned = rotated_heads.rotated(alone, heads, heads, (), offset)[0]
+        bits = turned.view(mx.uint16)
+        bits[2, 0, 1, 5] += off
+        return bits.view(mx.bfloat16)
+
+    monkeypatch.setattr(mx.fast, "rope", ours)
+    assert rotated_heads.proven(BARE) == (off == 0)
 
 
 @needs_compiler
@@ -110,19 +133,25 @@ def by_operations(
     """What the kernel computes, in any type."""
     return [
         mx.fast.rope(
-            mx.fast.rms_norm(x, norm, form.eps).transpose(0, 2, 1, 3),
+            (
+                x
+                if norm is None or form.eps is None
+                else mx.fast.rms_norm(x, norm, form.eps)
+            ).transpose(0, 2, 1, 3),
             form.rotated,
             traditional=form.traditional,
             base=form.base,
             scale=form.scale,
             offset=offset,
         )
-        for x, norm in zip((q, k), norms, strict=True)
+        for x, norm in zip((q, k), norms or (None, None), strict=True)
     ]
 
 
 @needs_compiler
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5"]
+)
 def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths, by a model whose heads are large enough."""
     model: Any = build(
@@ -171,10 +200,7 @@ def test_draft_heads(traditional: bool, monkeypatch: pytest.MonkeyPatch) -> None
     form = rotated_heads.form_of(layer)
     assert form is not None
     assert form.traditional is traditional
-    for other in (
-        replace(sizes, gated=True), replace(sizes, sinks=True),
-        replace(sizes, qk_norm=False),
-    ):  # fmt: skip
+    for other in replace(sizes, gated=True), replace(sizes, sinks=True):
         assert rotated_heads.form_of(HeadAttention(other, 96)) is None
     x = mx.random.normal((2, 3, 96), key=mx.random.key(1))
 
