@@ -32,16 +32,18 @@ _MMA = """
 #: Writes ``sum``, of row m of M and column at of N. The parts of a product lie in
 #: ``out`` one after the other, each as (M, size); the i-th has the columns before
 #: ends[i]. So one kernel serves any number of parts, and has one output: each output
-#: takes MLX time to launch.
-WRITE = """
+#: takes MLX time to launch. First comes what is the same for all rows of a column.
+COLUMN = """
         const float added = bias_ndim == 1 ? static_cast<float>(bias[at]) : 0.0f;
         int left = 0, right = ends[0];
         for (int i = 1; at >= right; ++i) left = right, right = ends[i];
-        // Of a row:
+"""
+CELL = """
         const size_t rows = M, row = m;
         out[rows * left + row * (right - left) + (at - left)] =
             static_cast<T>(sum + added);
 """
+WRITE = COLUMN + CELL
 
 
 @cache

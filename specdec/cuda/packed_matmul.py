@@ -27,6 +27,8 @@ from . import packed_matmul_source as text
 from .kernel_files import architecture
 from .kernels import (
     TYPES,
+    CELL,
+    COLUMN,
     WRITE,
     cuda_kernel,
     last_columns,
@@ -75,7 +77,7 @@ FEW_PAIRS, EXPERT_WIDE, WIDE_WARPS = 12, 4, 4
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
     return cuda_kernel(
         f"packed_{bits}_{TYPES[dtype]}",
-        _source(text.ROWS, WRITE, text.BY_WARPS),
+        _source(text.ROWS, CELL, text.BY_WARPS, column=COLUMN),
         ("x", "weight", "scales", "biases", "bias", "ends"),
         ("out",),
         header=_header(dtype, bits),
@@ -87,7 +89,7 @@ def _many_kernel(dtype: mx.Dtype, bits: int, wide: int) -> Any:
     header = _header(dtype, bits) + text.together(TYPES[dtype], wide)
     return cuda_kernel(
         f"packed_many_{bits}_{TYPES[dtype]}",
-        _source(text.ROWS, WRITE, text.BY_FOUR_WARPS),
+        _source(text.ROWS, CELL, text.BY_FOUR_WARPS, column=COLUMN),
         ("x", "arranged", "weight", "scales", "biases", "bias", "ends"),
         ("out",),
         header=header,
@@ -129,17 +131,17 @@ def _expert_kernel(dtype: mx.Dtype, bits: int, gated: bool, shared: bool) -> Any
 
 def _source(
     rows: str,
-    write: str,
+    cell: str,
     products: str,
     *,
+    column: str = "",
     gated: bool = False,
     shared: bool = False,
 ) -> str:
     source = text.SOURCE.replace("@PRODUCTS@", products)
-    column, _, cell = write.rpartition("// Of a row:\n")
     sums = text.SUMS.replace("@COLUMN@", column).replace("@CELL@", cell)
     source = source.replace("@SUMS@", sums)
-    source = source.replace("@ROWS@", rows).replace("@WRITE@", write)
+    source = source.replace("@ROWS@", rows).replace("@WRITE@", column + cell)
     source = source.replace("@GATED@", str(int(gated)))
     source = source.replace("@SHARED@", str(int(shared)))
     return source.replace("@MOST_PAIRS@", str(MOST_PAIRS))

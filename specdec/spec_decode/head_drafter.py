@@ -218,9 +218,9 @@ class HeadRows(StateRows):
     """
 
     def __init__(self, drafter: HeadDrafter, rows: ModelRows):
-        size = drafter.head.args.sizes.hidden_size
-        has_state = not isinstance(drafter.head, BlockHead)
-        super().__init__(drafter, rows.num_rows, has_state * size)
+        head = drafter.head
+        size = 0 if isinstance(head, BlockHead) else head.args.sizes.hidden_size
+        super().__init__(drafter, rows.num_rows, size)
         self._rows = rows
 
     @property

@@ -467,11 +467,11 @@ def test_an_expert_begins_anywhere() -> None:
 
 
 def text_of(name: str) -> str:
-    text: str = getattr(packed_matmul_source, name, kernels.WRITE)
+    text: str = getattr(packed_matmul_source, name, kernels.COLUMN)
     return text
 
 
-TEXTS = "SOURCE", "BY_WARPS", "SUMS", "ROWS", "HEADER", "GATHER", "WRITE"
+TEXTS = "SOURCE", "BY_WARPS", "SUMS", "ROWS", "HEADER", "GATHER", "COLUMN"
 FAULTS = {
     "half of the products": ("sums[t][j], a[1][0]", "sums[t][j], a[0][0]"),
     "pairs of other columns": (
@@ -542,7 +542,7 @@ FAULTS = {
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     old, new = FAULTS[name]
     (text,) = (each for each in TEXTS if old in text_of(each))
-    module = packed_matmul if text == "WRITE" else packed_matmul_source
+    module = packed_matmul if text == "COLUMN" else packed_matmul_source
     plant(monkeypatch, module, text, old, new)
     with suppress(KernelFault):
         right = all(

@@ -284,14 +284,23 @@ def test_a_trial_proves_and_times(
     assert {int(n) for n in answer["ours"]} == ours
 
 
-def test_attention_uses_what_was_proven(
+@pytest.fixture
+def attending(
     tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[Any, Any]:
+    """A model whose attention has no proof, and its form."""
     monkeypatch.setattr(attention, "tokens_of", {})
     monkeypatch.setattr(attention, "FEWEST_COLUMNS", 1)
     model = tiny_model("llama", seed=0, head_dim=64)
     ((form, layers),) = metal_kernels.attention_of(model).items()
     assert (form.size, layers) == (64, len(model.layers))
+    return model, form
+
+
+def test_attention_uses_what_was_proven(
+    attending: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, form = attending
     take_kernels(model)
     assert type(model.layers[0].self_attn).__call__ is LlamaAttention.__call__
     with cached_proofs():
@@ -313,13 +322,10 @@ def test_attention_uses_what_was_proven(
 
 
 def test_packed_keys_use_what_was_proven_for_them(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    attending: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verdict for 8 bits says nothing of 4, nor of keys that are not packed."""
-    monkeypatch.setattr(attention, "tokens_of", {})
-    monkeypatch.setattr(attention, "FEWEST_COLUMNS", 1)
-    model = tiny_model("llama", seed=0, head_dim=64)
-    ((form, layers),) = metal_kernels.attention_of(model).items()
+    model, form = attending
     packed = form.variants[1]
     with cached_proofs():
         proofs.keep(metal_kernels._of_attention(packed).verdicts[2, 4], True)
@@ -332,7 +338,7 @@ def test_packed_keys_use_what_was_proven_for_them(
         return mx.fast.scaled_dot_product_attention(q, *dense, scale=scale, mask=mask)
 
     monkeypatch.setattr(attention, "attention", attended)
-    for bits, wanted in ((8, layers), (4, 0), (None, 0)):
+    for bits, wanted in ((8, len(model.layers)), (4, 0), (None, 0)):
         caches = make_prompt_cache(model)
         if bits:
             caches = [c.to_quantized(group_size=64, bits=bits) for c in caches]
