@@ -399,7 +399,8 @@ def _parse_layers(name: str, text: str) -> tuple[int, ...]:
         last = int(match[2] or first)
         if last < first:
             raise ConfigError(
-                f"draft {quoted(name)}: {part.strip()} ends before it begins"
+                f"draft {quoted(name)}: {part.strip()} ends before it begins: write "
+                f"{last}-{first}"
             )
         layers += range(first, last + 1)
     if len(set(layers)) != len(layers):

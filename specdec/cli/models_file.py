@@ -41,7 +41,15 @@ def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any
         ConfigError: a value is not possible.
     """
     try:
-        models = check(table({}, models=dict), read_toml(path)).get("models", {})
+        content = read_toml(path)
+    except (FileNotFoundError, DataError) as error:
+        is_there = isinstance(error, DataError)
+        reason = str(error) if is_there else "there is no such file"
+        raise click.UsageError(
+            f"--models {path}: {reason}: name a TOML file with a table [models.NAME]"
+        ) from error
+    try:
+        models = check(table({}, models=dict), content).get("models", {})
         for name, model in models.items():
             table_name = f"models.{name}"
             check(dict, model, table_name)
@@ -49,8 +57,6 @@ def read_models(path: str, common: Mapping[str, Any]) -> dict[str, dict[str, Any
             check(table(_LOADING), model, table_name)
         if not models:
             raise DataError("it names no model: write a table [models.NAME]")
-    except FileNotFoundError as error:
-        raise click.UsageError(f"--models {path}: there is no such file") from error
     except (ConfigError, DataError) as error:
         raise click.UsageError(f"--models {path}: {error}") from error
     return {name: _arguments(path, name, models[name], common) for name in models}

@@ -677,9 +677,11 @@ def _read(file: str) -> str:
     try:
         return read_text(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"{file}: there is no such file") from error
+        is_text = file.lstrip().startswith(("{", "["))
+        remedy = "write it into a file, and name that" if is_text else "check the path"
+        raise ConfigError(f"{file}: there is no such file: {remedy}") from error
     except DataError as error:
-        raise ConfigError(f"{file}: {error}") from error
+        raise ConfigError(f"{file}: {error}: name a file of UTF-8 text") from error
 
 
 def _biases(

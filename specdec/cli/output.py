@@ -188,7 +188,7 @@ class OutputFile:
             if not _can_be_written(path, replaced=prepare is not None):
                 self._file = self._opened()
         except OSError as error:
-            reason = error.strerror
+            reason = f"{error.strerror}: name another file"
             folder = os.path.dirname(path)
             if folder and not os.path.isdir(folder):
                 reason = f"there is no folder {shorten(folder)}: create it first"

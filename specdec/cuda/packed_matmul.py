@@ -26,9 +26,9 @@ from . import choices
 from . import packed_matmul_source as text
 from .kernel_files import architecture
 from .kernels import (
-    TYPES,
     CELL,
     COLUMN,
+    TYPES,
     WRITE,
     cuda_kernel,
     last_columns,

@@ -157,10 +157,11 @@ class _Show:
         self._in_flight.popleft().read()
 
     def _join(self) -> None:
-        """Have a row leave and another take its place."""
+        """Have a row leave and, a round later, another take its place."""
         assert self._batch is not None
         self._rows[0].cancel()
         self._batch.expected = 1
         self._batch.retire()
+        self._round(self._most)
         self._batch.join(self._begun([self._row()]), len(self._rows))
         self._round(self._most)

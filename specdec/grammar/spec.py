@@ -84,7 +84,9 @@ class Grammar:
         try:
             schema = parse_json(self.text)
         except DataError as error:
-            raise ConfigError(f"the {self.name} cannot be read: {error}") from error
+            raise ConfigError(
+                f"the {self.name} cannot be read: {error}: give one JSON object"
+            ) from error
         if not isinstance(schema, dict):
             raise ConfigError(
                 f"the {self.name} is {shorten(self.text)}: it must be an object"

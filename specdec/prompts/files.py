@@ -121,7 +121,9 @@ def _read(path: str | Path, name: str) -> bytes:
     except IsADirectoryError as error:
         raise PromptFileError(f"{name}: is a folder: name a file in it") from error
     except OSError as error:
-        raise PromptFileError(f"{name}: cannot be read: {error.strerror}") from error
+        raise PromptFileError(
+            f"{name}: cannot be read: {error.strerror}: name a file of prompts"
+        ) from error
 
 
 def _is_descriptor(path: str | Path) -> bool:

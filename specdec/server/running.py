@@ -34,7 +34,10 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no name of a host"
-        raise ConfigError(f"host is {quoted(host)}: {why}") from error
+        raise ConfigError(
+            f"host is {quoted(host)}: {why}: name an address of this machine, such as "
+            "127.0.0.1"
+        ) from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)

@@ -24,6 +24,9 @@ from .conftest import Specdec
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
+    Path("bad.toml").write_text("a = \n")
+    Path("damaged").mkdir()
+    Path("damaged", "raw.jsonl").write_text("half a line\n")
     Path("empty.txt").write_text("\n  \n")
     Path("latin1.txt").write_bytes("fine\ncafé\n".encode("latin-1"))
     Path("bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": "no end}\n')
@@ -123,7 +126,23 @@ run -p Hi --target SmolLM2-135M | ; did you mean SmolLM2-135M-Instruct?
 run -p Hi --target self:4bit | self:4bit is a draft, made from a target
 advise --draft none --prompts good.txt | no draft to advise on: name one
 estimate --target no-such --context 9 | no model at no-such: give a folder
-run -p Hi --output folder | --output folder cannot be written: Is a dir
+run -p Hi --output folder | cannot be written: Is a directory: name another file
+run -p Hi --json-schema {bad | {bad: there is no such file: write it into a file
+run -p Hi --json-schema no.json | no.json: there is no such file: check the path
+run -p Hi --json-schema folder | folder: Is a directory: name a file of
+run -p Hi --json-schema bad.toml | : give one JSON object
+run --prompts /proc/self/mem | cannot be read: Input/output error: name a file
+run --prompts /dev/null | it is not a plain file: name a file of prompts
+run -p Hi --draft layers:9-3 | 9-3 ends before it begins: write 3-9
+bench bad.toml | bad.toml cannot be read: not TOML
+bench bad.toml | : name a recipe in TOML
+bench /proc/self/mem | Input/output error: name a recipe in TOML
+report damaged | this version (not JSON
+report damaged | : run the recipe again, into another folder
+serve --models no.toml | no such file: name a TOML file with a table [models.NAME]
+serve --models bad.toml | : name a TOML file with a table [models.NAME]
+serve --models folder | Is a directory: name a TOML file
+serve --models /proc/self/mem | Input/output error: name a TOML file
 run -p Hi --output no/out.jsonl | there is no folder no: create it first
 run --prompts good.txt --output good.txt | --output is the file of --prompts
 convert | Missing argument 'FILE.gguf'. (see: specdec convert --help)
@@ -179,7 +198,7 @@ distill --out o --kind x | 'x' is not one of 'layers', 'block'
 serve --port 70000 | 70000
 serve --target no/such --max-tokens 9 --max-output-tokens 5 | --max-tokens is 9
 serve --chat-template-config [] | --chat-template-config
-serve --target no/such --host 999.1.1.1 | 999.1.1.1
+serve --target no/such --host 999.1.1.1 | : name an address of this machine, such as
 serve --max-body much | much
 serve --api-key= | an API key is empty: name a key
 """

@@ -154,7 +154,8 @@ class Results:
                     results.take(line)
             except DataError as error:
                 raise ConfigError(
-                    f"{file}:{number}: no line of results of this version ({error})"
+                    f"{file}:{number}: no line of results of this version ({error}): "
+                    "run the recipe again, into another folder"
                 ) from error
         if results is None or not results.starts:
             raise ConfigError(
@@ -195,7 +196,7 @@ class RawFile:
     wrote a line, that line is dropped.
 
     Args:
-        folder: the folder, which is made if it does not exist.
+        folder: the folder. If it does not exist, it is made for the first result.
         recipe: the recipe that the results must belong to.
     """
 
@@ -203,10 +204,13 @@ class RawFile:
         self.path = folder / FILE
         self.results: Results | None = None
         self._recipe = recipe
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 _drop_cut_line(self.path)
+            for path in missing:  # it can be made, which is all that is known yet
+                path.rmdir()
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error.strerror}") from error
         if self.path.exists() and self.path.stat().st_size:
@@ -222,6 +226,7 @@ class RawFile:
         if self.results is None:
             self.results = Results(self._recipe, prompts)
             first = {"kind": "recipe", "format": FORMAT, "recipe": self._recipe}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             write_line(self.path, {**first, "prompts": asdict(prompts)})
         elif self.results.prompts.digest != prompts.digest:
             raise ConfigError(

@@ -248,7 +248,9 @@ class Recipe(_Section):
         try:
             table = read_toml(file)
         except (OSError, DataError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
+            raise ConfigError(
+                f"{file} cannot be read: {error}: name a recipe in TOML"
+            ) from error
         changed = apply_settings(table, settings)
         folder = Path() if "prompts.source" in changed else file.parent
         try:

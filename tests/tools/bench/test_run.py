@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from specdec.cli import main
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError, ModelNotFoundError, SpecdecError
 from specdec.models import load, map_vocabulary
 from specdec.tools.bench.cells import Cell, Unit, units_of
 from specdec.tools.bench.figures import Figures
@@ -279,6 +279,12 @@ def test_an_interrupt_says_what_is_kept(
         f"specdec: interrupted: 3 of 5 parts are kept in {out}; "
         "the same command continues"
     )
+
+
+def test_a_refused_run_leaves_no_folder(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="no model at no-such: give a folder"):
+        run(tiny("draft=['no-such']"), tmp_path / "in" / "out")
+    assert not [*tmp_path.glob("in*")]
 
 
 # -- results that were edited by hand, and a full disk ------------------------------
