@@ -32,5 +32,8 @@ class Script:
         self.states.append(state)
         return self._choose(len(self.outcomes) + len(state.in_flight))
 
+    def stands(self, state: BatchState) -> int:
+        return 0
+
     def observe(self, timing: RoundTiming) -> None:
         self.outcomes.append(timing)

@@ -239,6 +239,7 @@ class DecodeBatch(Rounds):
         # Whether a row is drafted for: else the drafter need not follow them.
         self._serves = any(s is not None and self._is_drafted(s) for s in self.slots)
         self._target.records = self._serves
+        self._rests = -1, False
         self._all_drafted = all(s and self._is_drafted(s) for s in self.slots)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
         self._spoiled.mark(self.slots)

@@ -44,6 +44,8 @@ IDLE = 64
 # So often, in rounds without a draft, it decides whether a draft head goes on writing
 # its context.
 RESTS = 16
+# So often, in rounds without a draft, it is asked for how many more k stays 0.
+ASKS = 8
 # Rounds of a row without an accepted token, after which a draft looks at what it keeps.
 FRUITLESS = 16
 
@@ -127,6 +129,11 @@ class DraftChoice:
         """The policy's k."""
         assert self.policy is not None
         return self._decided("k", partial(self.policy.choose, state))
+
+    def stands(self, state: BatchState) -> int:
+        """For how many rounds after this one the policy's k stays 0."""
+        assert self.policy is not None
+        return self._decided("stands", partial(self.policy.stands, state))
 
 
 @dataclass(eq=False)
@@ -288,6 +295,8 @@ class Rounds:
         self._observer, self._in_flight = observer, in_flight
         self._timer = StepTimer()
         self._idle = 0  # rounds since the last one that drafted
+        # k is 0 until there were so many of them, if requests go on to wait or not.
+        self._rests: tuple[int, bool] = -1, False
         # The most tokens after a row's own that drafts may have left in its caches.
         self._stale = 0
         self._spoiled = _Spoiled()
@@ -318,7 +327,11 @@ class Rounds:
         flying, by_token = self._in_flight, self._backend.costs_by_token
         drafts = self._draft is not None and not self._spoiled.plain_next
         drafts = drafts and self.most > 0 and self._choice.guard.error is None
+        until, waiting = self._rests
+        rests = k is None and self._idle <= until and waiting == bool(self.expected)
+        rests, drafts = drafts and rests, drafts and not rests
         limits, left, needed, exact = list[int](), dict[int, int](), False, True
+        lasts = 0  # rounds for which a row may be drafted for as much as now
         for s in self.slots:
             if s is None or s.finish_reason is not None:
                 limits.append(-1)
@@ -331,6 +344,9 @@ class Rounds:
             if drafts:
                 exact = exact and longest <= self._longest
                 most = self.most_for(s, least)
+                if most == self.most:
+                    beyond = min(surely - 1 - most, self._longest - longest)
+                    lasts = max(lasts, beyond)
             # Tokens after the row's end are useless. The answer must depend on the row
             # alone: with the ratio rules, it decides what the row emits. How many
             # tokens are left is known only if rounds are read at once.
@@ -340,8 +356,8 @@ class Rounds:
         if not needed:
             return None
 
-        chosen = max(limits) > 0
-        if not chosen:
+        chosen = rests or max(limits) > 0
+        if rests or not chosen:
             k = 0
         elif k is None and self._choice.policy is None:
             k = self.most
@@ -357,6 +373,9 @@ class Rounds:
                 {} if self.expected else left,
             )
             k = self._choice.choose(state)
+            if not k and self._idle % ASKS == 0:
+                stands = min(int(lasts), self._choice.stands(state))
+                self._rests = self._idle + stands, bool(self.expected)
         if chosen:
             limits = [min(k, n) for n in limits]
             k = max(0, *limits)
@@ -407,7 +426,9 @@ class Rounds:
         if watch is not None:
             watch.begun(k)
         if not plan.first:
-            self._idle = 0 if k else self._idle + 1
+            self._idle += 1
+            if k:
+                self._idle, self._rests = 0, (-1, False)
             self._spoiled.plain_next = self._spoiled.plain_next and k > 0
         if timed:
             plan.backlog = draft.backlog if k and draft is not None else 0
@@ -491,7 +512,8 @@ class Rounds:
                 self.stop_drafting()
         if round_.spoiled:
             self._recover(round_)
-        for s, limit, n in zip(round_.rows, round_.limits, kept, strict=True):
+        drafted = zip(round_.rows, round_.limits, kept, strict=True)
+        for s, limit, n in drafted if round_.num_draft_tokens else ():
             # What a draft keeps of a row may not be finite if the row accepts nothing
             # in FRUITLESS rounds, in twice as many, and so on: it may just be bad.
             if s and limit > 0 and n == 1:
@@ -521,13 +543,14 @@ class Rounds:
     def _timing(self, round_: BatchRound, kept: Sequence[int | None]) -> RoundTiming:
         """What a round that was read shows the policy."""
         k, limits = round_.num_draft_tokens, round_.limits
-        flying = [f for f in self._in_flight if not f.first]
         seconds, fair, joining = self._timer.read(
-            round_.began, [f.num_draft_tokens == k for f in flying]
+            round_.began,
+            [f.num_draft_tokens == k for f in self._in_flight if not f.first],
         )
+        drafted = zip(round_.rows, limits, kept, strict=True) if k else ()
         running = [
             (s.number, limit, min(n - 1, limit))
-            for s, limit, n in zip(round_.rows, limits, kept, strict=True)
+            for s, limit, n in drafted
             if s is not None and n and limit > 0
         ]
         return RoundTiming(
@@ -545,6 +568,7 @@ class Rounds:
     def note_interruption(self) -> None:
         """Note that other work was dispatched between two rounds."""
         self._timer.interrupt()
+        self._rests = -1, False
 
     def _recover(self, round_: BatchRound) -> None:
         """Let rows go on that kept nothing, since a draft has spoiled their caches."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import exp, log, log2, sqrt
+from math import exp, inf, log, log2, sqrt
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol
@@ -72,6 +72,8 @@ MEMORY = 48.0
 # worth. Those that another process has saved are worth as much as five rows' rounds.
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0
 STORED_WEIGHT = 5.5 * PRIOR_WEIGHT
+# A choice of 0 stands for so many rounds, if nothing can change it until then.
+STANDS = 32
 # Standard deviations of logarithms: of a round's time; of the machine's pace, from one
 # round to the next; of a cost that no round has confirmed.
 NOISE, PACE, UNSURE = 0.08, 0.06, 0.2
@@ -142,6 +144,13 @@ class DraftLength(Protocol):
     def choose(self, state: BatchState) -> int:
         """k of the next round; asking changes nothing."""
 
+    def stands(self, state: BatchState) -> int:
+        """For how many rounds after this one :meth:`choose` would go on to say 0.
+
+        Asked once it has said 0. No row joins or ends in these rounds, no request
+        begins or ceases to wait, and ``state.room`` stays.
+        """
+
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round that was read."""
 
@@ -161,13 +170,14 @@ class _Position:
     new_mean: float = 0.0
     new_weight: float = 0.0
 
-    def fade(self, *, seen: bool) -> None:
-        if seen:
-            self.weight *= 1 - 1 / MEMORY
-            self.new_weight *= 1 - 6 / MEMORY
-        else:  # it grows doubtful while nothing is drafted
-            self.weight /= 1 + self.weight / (8 * MEMORY)
-            self.new_weight = 0.0
+    def fade(self, unseen: int) -> None:
+        """Fade in a round that drafted, after so many that did not."""
+        self.weight = self.after(unseen) * (1 - 1 / MEMORY)
+        self.new_weight *= 0.0 if unseen else 1 - 6 / MEMORY
+
+    def after(self, unseen: int) -> float:
+        """The weight after rounds without a draft, in which it grows doubtful."""
+        return self.weight / (1 + unseen * self.weight / (8 * MEMORY))
 
     def add(self, trials: int, right: int) -> None:
         self.weight += trials
@@ -190,8 +200,10 @@ class Acceptance:
 
     def __init__(self, chances: Iterable[float] = ()) -> None:
         self._positions = [_Position(chance, STORED_WEIGHT) for chance in chances]
+        # Rounds since the last one that drafted.
+        self.unseen = 0
         # By row: tokens accepted, and how many were expected of any row.
-        self._rows: dict[int, tuple[float, float]] = {}
+        self._rows: dict[int, list[float]] = {}
 
     @property
     def chances(self) -> list[float]:
@@ -200,47 +212,50 @@ class Acceptance:
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round."""
-        counts: list[list[int]] = []
-        if timing.num_draft_tokens:
-            tokens = tokens_per_round(self.survival(timing.num_draft_tokens))
-            for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):
-                # Those that decode now are the last; the others fall out in time.
-                seen, expected = self._rows.pop(row, (ALIKE, ALIKE))
-                self._rows[row] = seen + n, expected + tokens[limit] - 1
-            for row in list(self._rows)[: -1024 - len(timing.rows)]:
-                del self._rows[row]
-            reached = [min(limit, n + 1) for limit, n in timing.accepted]
-            counts = [[0, 0] for _ in range(max(reached, default=0))]
-            for (_, accepted), most in zip(timing.accepted, reached, strict=True):
-                if most:
-                    counts[most - 1][0] += 1
-                if accepted:
-                    counts[accepted - 1][1] += 1
-            # What a row reached or accepted, it did at the positions before, too.
-            for before, after in zip(counts[-2::-1], counts[:0:-1], strict=True):
-                before[0] += after[0]
-                before[1] += after[1]
+        pairs = Counter(timing.accepted if timing.num_draft_tokens else ())
+        most = max((min(limit, n + 1) for limit, n in pairs), default=0)
+        if not most:
+            self.unseen += 1
+            return
+        tokens = tokens_per_round(self.survival(timing.num_draft_tokens))
+        known = self._rows
+        for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):
+            if (each := known.get(row)) is None:
+                each = known[row] = [ALIKE, ALIKE]
+            each[0] += n
+            each[1] += tokens[limit] - 1
+        # Those that began first fall out in time.
+        old = set(self._rows) - set(timing.rows) if len(self._rows) > 2048 else ()
+        for row in sorted(old)[:1024]:
+            del self._rows[row]
+        # By number, the rows that reached and that accepted just so many positions.
+        reached, accepted = [0] * (most + 1), [0] * (most + 1)
+        for (limit, n), rows in pairs.items():
+            reached[min(limit, n + 1)] += rows
+            accepted[n] += rows
         for position in self._positions:
-            position.fade(seen=bool(counts))
-        for j, (trials, right) in enumerate(counts):
+            position.fade(self.unseen)
+        self.unseen, trials, right = 0, len(timing.accepted), len(timing.accepted)
+        for j in range(most):
+            # What a row reached or accepted, it did at the positions before, too.
+            trials, right = trials - reached[j], right - accepted[j]
             if j == len(self._positions):
                 self._positions.append(_Position(*self._at(j)))
-            if trials:
-                self._positions[j].add(trials, right)
+            self._positions[j].add(trials, right)
 
     def _at(self, j: int) -> tuple[float, float]:
         """Chance and weight at a position; one never reached is like the last one."""
         if j < len(self._positions):
-            return self._positions[j].mean, self._positions[j].weight
+            return self._positions[j].mean, self._positions[j].after(self.unseen)
         if not self._positions:
             return PRIOR, PRIOR_WEIGHT
-        last = self._positions[-1]
-        return last.mean, min(PRIOR_WEIGHT, last.weight)
+        mean, weight = self._at(len(self._positions) - 1)
+        return mean, min(PRIOR_WEIGHT, weight)
 
     @property
     def measured(self) -> int:
         """How many positions were tried often enough, lately."""
-        weights = [position.weight for position in self._positions]
+        weights = [position.after(self.unseen) for position in self._positions]
         known = PRIOR_WEIGHT + 3
         return next((j for j, w in enumerate(weights) if w < known), len(weights))
 
@@ -259,14 +274,15 @@ class Acceptance:
             survival.append(reached)
         return survival
 
-    def of_row(self, row: int) -> float:
-        """How many tokens the row accepts, relative to all rows.
+    def of_rows(self, rows: Iterable[int]) -> list[float]:
+        """How many tokens each row accepts, relative to all rows.
 
         Accepted tokens are modelled as Poisson counts whose means differ by gamma
         factors. So the factor stays near 1 while little is known of the row.
         """
-        seen, expected = self._rows.get(row, (ALIKE, ALIKE))
-        return seen / expected
+        known, alike = self._rows, (ALIKE, ALIKE)
+        each = [known.get(row, alike) for row in rows]
+        return [seen / expected for seen, expected in each]
 
 
 class Emission(NamedTuple):
@@ -351,12 +367,15 @@ class ForwardCosts:
 
     def __init__(self, measured: Iterable[Forwards] = ()):
         self._by_rows = {each.num_rows: each for each in measured}
+        # By rows, the measurement of the nearest number; by (rows, k), seconds.
+        self._nearest: dict[int, Forwards] = {}
         self._rounds: dict[tuple[int, int], float] = {}
 
     def add(self, forwards: Forwards) -> None:
         """Add a measurement; it replaces one of the same batch size."""
         self._by_rows[forwards.num_rows] = forwards
         self._rounds.clear()
+        self._nearest.clear()
 
     @property
     def measured(self) -> list[Forwards]:
@@ -395,9 +414,12 @@ class ForwardCosts:
         return near.draft_once > near.draft_step
 
     def _near(self, num_rows: int) -> Forwards:
-        return min(
-            self._by_rows.values(), key=lambda f: abs(log2(f.num_rows / num_rows))
-        )
+        near = self._nearest.get(num_rows)
+        if near is None:
+            near = self._nearest[num_rows] = min(
+                self._by_rows.values(), key=lambda f: abs(log2(f.num_rows / num_rows))
+            )
+        return near
 
     def _grown(self, num_rows: int) -> float:
         """The time of a forward, relative to the nearest measured batch size."""
@@ -503,6 +525,9 @@ class RoundCosts:
         known = (excess or {}).items()
         # A plain round has no excess: all costs are relative to it.
         self.timed = {key: _Timed(value) for key, value in known if key[1]}
+        # By (rows, k), the nearest that was timed, of so many.
+        self._alike: dict[tuple[int, int], tuple[int, int]] = {}
+        self._num_alike = 0
         self.rounds = 0
         # Batch sizes whose forwards this process has measured.
         self.measured: set[int] = set()
@@ -570,14 +595,23 @@ class RoundCosts:
     def _at(self, num_rows: int, k: int) -> _Timed:
         """What is known of (num_rows, k): if nothing, that of its neighbour."""
         exact = self.timed.get((num_rows, k))
-        alike = [key for key in self.timed if key[1] and k]
-        if exact is not None or not alike:
-            return exact or _Timed(seen=self.rounds)
+        if exact is not None:
+            return exact
 
         def distance(key: tuple[int, int]) -> float:
             return abs(log2(key[0] / num_rows)) + abs(log2((key[1] + 1) / (k + 1)))
 
-        return _Timed(self.timed[min(alike, key=distance)].excess, seen=self.rounds)
+        # Those that are timed only become more.
+        if len(self.timed) > self._num_alike:
+            self._num_alike = len(self.timed)
+            self._alike.clear()
+        near = self._alike.get((num_rows, k))
+        if near is None:
+            alike = [key for key in self.timed if key[1] and k]
+            near = min(alike, key=distance, default=(num_rows, k))
+            self._alike[num_rows, k] = near
+        known = self.timed.get(near)
+        return _Timed(known.excess if known else 0.0, seen=self.rounds)
 
     def _doubt(self, known: _Timed) -> float:
         """The variance of a cost's logarithm."""
@@ -592,12 +626,14 @@ class RoundCosts:
         Args:
             doubt: assume it to be cheaper by this many standard deviations.
         """
+        if not k and not doubt:
+            return 1.0
         known = self._at(num_rows, k)
-        variance = self._doubt(known)
+        variance = self._doubt(known) if doubt else 0.0
         if not k:
             # Compared with rounds that draft, it may be cheaper.
             variance += (self._of_drafts * self._moved) ** 2
-            return exp(-doubt * sqrt(variance)) if doubt else 1.0
+            return exp(-doubt * sqrt(variance))
         ratio = self.forwards.round(num_rows, k) / self.forwards.round(num_rows, 0)
         cost = ratio * exp(known.excess)
         if self._wrong and not known.confirmed:
@@ -605,16 +641,18 @@ class RoundCosts:
             timed = [j for j, t in here.items() if t.confirmed]
             cost = _bounded(cost, k, {j: self.relative(num_rows, j) for j in timed})
         # Drafting only adds work: if it seems cheaper, that is noise.
-        return max(1.0, cost) * exp(-doubt * sqrt(variance))
+        cost = max(1.0, cost)
+        return cost * exp(-doubt * sqrt(variance)) if doubt else cost
 
     def once(self, num_rows: int, k: int, backlog: int) -> float:
         """What k costs once, in plain rounds: catching up, a share of a new shape."""
         if not k:
             return 0.0
-        # Later requests use the shape too: a fifth of it has to be brought back.
-        new = self.new_shape / 5 if (num_rows, k) not in self._met else 0.0
-        shape = new / self.forwards.round(num_rows, 0)
-        return self.catch_up(num_rows, backlog) + shape
+        once = self.catch_up(num_rows, backlog) if backlog else 0.0
+        if self.new_shape and (num_rows, k) not in self._met:
+            # Later requests use the shape too: a fifth of it has to be brought back.
+            once += self.new_shape / 5 / self.forwards.round(num_rows, 0)
+        return once
 
     def catch_up(self, num_rows: int, backlog: int) -> float:
         """The cost of taking in ``backlog`` tokens of each row, in plain rounds."""
@@ -646,6 +684,18 @@ class RoundCosts:
         return exp(self._pace) * self.forwards.round(num_rows, 0)
 
     @property
+    def paced(self) -> bool:
+        """Whether any round was timed."""
+        return self._pace is not None
+
+    def paced_by(self, num_rows: int) -> bool:
+        """Whether the last round that was timed was a plain one of as many rows.
+
+        Then another changes the cost of no k.
+        """
+        return self._last == (num_rows, 0)
+
+    @property
     def _moved(self) -> float:
         """How much the pace has changed since a plain round was timed."""
         return 0.0 if self._pace is None else self._pace - self._plain_pace
@@ -664,13 +714,13 @@ class RoundCosts:
         num_rows, k = key = timing.num_rows, timing.num_draft_tokens
         new = key not in self._met
         self._met.add(key)
-        plain = self.plain_seconds(num_rows)
         if timing.seconds is None:
             return False
         if new and k and self.new_shape:
             return False
         tokens = timing.backlog
-        if k and tokens >= SHOWN and plain is not None and not timing.joining:
+        plain = self.plain_seconds(num_rows) if k and tokens >= SHOWN else None
+        if plain is not None and not timing.joining:
             known = self.timed.get(key)
             usual = self.relative(num_rows, k) if known and known.confirmed else 1.0
             took = max(NOISE, timing.seconds / plain - usual)
@@ -776,6 +826,8 @@ class AutoLength:
         self._budget = 0.2
         # Whether prompts were paid for a try that was not made yet.
         self._owed = False
+        # Rows that may end last in a state; what is observed may change them.
+        self._last_of: tuple[BatchState, list[tuple[int, int, float]]] | None = None
         # Of the last choice: the rates by k, and the best k, also before the last round
         # was read. Of the rounds read last: their k, how many in a row had it, and how
         # many of these were timed.
@@ -840,14 +892,44 @@ class AutoLength:
         with self._lock:
             ks = self._ks(state)
             # A plain round comes first: costs are relative to it.
-            if len(ks) == 1 or self.costs.plain_seconds(state.num_rows) is None:
+            if len(ks) == 1 or not self.costs.paced:
                 return 0
             self._rates_known = rates = self._rates(state, ks)
             k, run, timed = self._newest(state)
             self._best = best = self._best_of(state, rates, 0 if state.backlog else k)
             if k in rates and run < LONGEST and timed < TIMED:
                 return k
-            return self._try_of(state, rates) if k == best else best
+            return self._try_of(state, rates, best) if k == best else best
+
+    def stands(self, state: BatchState) -> int:
+        """For how many rounds after this one :meth:`choose` would go on to say 0.
+
+        Until then doubt and the budget for tries grow, and rows near their end stop
+        counting; no other change makes a draft seem better. So the last of these rounds
+        decides, with all that its rows may still emit now.
+        """
+        with self._lock:
+            plain = not self._run[0] and not any(state.in_flight)
+            if not plain or not self.costs.paced_by(state.num_rows):
+                return 0
+            ks, budget = self._ks(state), self._budget
+            left = {row: max(1, n - STANDS - 2) for row, n in state.left.items()}
+            state = replace(state, left=left)
+            try:
+                self._skip(STANDS)
+                rates = self._rates(state, ks)
+                best = self._best_of(state, rates, 0)
+                drafts = best or self._try_of(state, rates, best)
+            finally:
+                self._skip(-STANDS)
+                self._budget = budget
+            return 0 if drafts else STANDS
+
+    def _skip(self, rounds: int) -> None:
+        """Go on as if so many plain rounds had been read."""
+        self.acceptance.unseen += rounds
+        self.costs.rounds += rounds
+        self._budget = min(MOST_SAVED, self._budget + EXPLORE * (rounds + 2))
 
     def _ks(self, state: BatchState) -> list[int]:
         """The values of k to choose from; of a block, that is drafted at once, all.
@@ -910,20 +992,31 @@ class AutoLength:
         self, state: BatchState, ks: Sequence[int], tokens: Sequence[float]
     ) -> list[float]:
         """How many times sooner, in rounds, the last row ends with rounds of each k."""
-        most, plain = tokens[-1] - 1, max(state.left.values())
-        of_row = self.acceptance.of_row
-        rows = [
-            (n, room, of_row(row))
-            for (row, n), room in zip(state.left.items(), state.room, strict=True)
-        ]
-        # No k takes fewer rounds than this, and a row takes as many as it has tokens.
-        fewest = max([n / (1 + min(room, f * most)) for n, room, f in rows])
-        late = [row for row in rows if row[0] >= fewest]
+        if self._last_of is None or self._last_of[0] is not state:
+            self._last_of = state, self._last_rows(state)
+        plain, rows = max(state.left.values()), self._last_of[1]
         return [
             plain
-            / max([n / (1 + min(k, room, f * (tokens[k] - 1))) for n, room, f in late])
+            / max([n / (1 + min(k, room, f * (tokens[k] - 1))) for n, room, f in rows])
             for k in ks
         ]
+
+    def _last_rows(self, state: BatchState) -> list[tuple[int, int, float]]:
+        """Rows that may end last, at any k: tokens left, room, factor.
+
+        A row that has no more left than another, as much room and as good a factor
+        does not end after it.
+        """
+        factors = self.acceptance.of_rows(state.left)
+        rows = sorted(zip(state.left.values(), state.room, factors, strict=True))
+        last, least_room, least_factor = [], inf, inf
+        for row in reversed(rows):
+            _, room, factor = row
+            if room < least_room or factor < least_factor:
+                last.append(row)
+                least_room = min(room, least_room)
+                least_factor = min(factor, least_factor)
+        return last
 
     def _newest(self, state: BatchState) -> tuple[int, int, int]:
         """k of the last round dispatched; rounds in a row with it; those timed."""
@@ -947,14 +1040,15 @@ class AutoLength:
                 best, gained = k, gain
         return best
 
-    def _try_of(self, state: BatchState, rates: dict[int, float]) -> int:
+    def _try_of(self, state: BatchState, rates: dict[int, float], best: int) -> int:
         """A k that may be better than the best: 0, else the cheapest to try.
 
         With a full budget, any k that was not timed for long, by its price: an estimate
         that forbids a try could never be corrected.
         """
-        best, full = self._best, self._budget >= MOST_SAVED
-        full &= self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
+        full = self._budget >= MOST_SAVED
+        if full and state.backlog:
+            full = self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
         if not best and self._first_try(state.num_rows):
             return min(k for k in rates if k)
         if self._budget <= 0:  # nothing may be tried: most rounds end here
@@ -1035,6 +1129,7 @@ class AutoLength:
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round's time and from what its rows accepted."""
         with self._lock:
+            self._last_of = None
             num_rows, k = timing.num_rows, timing.num_draft_tokens
             once = self.costs.once(num_rows, k, timing.backlog)
             timed = self.costs.observe(timing, once=once)
@@ -1054,10 +1149,10 @@ class AutoLength:
     def _pay(self, timing: RoundTiming, once: float) -> None:
         """Charge what a round lost by having another k than the best."""
         num_rows, k = timing.num_rows, timing.num_draft_tokens
-        rates, plain = self._rates_known, self.costs.plain_seconds(num_rows)
         best_before, self._best_before = self._best_before, self._best
         if k == self._best:
             return
+        rates, plain = self._rates_known, self.costs.plain_seconds(num_rows)
         cost, late = self.costs.relative(num_rows, k), once
         unfair = once > 0.02 or not timing.fair
         # A round that was the best until now shared its time with the next one.

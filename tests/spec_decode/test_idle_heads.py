@@ -115,6 +115,58 @@ def test_a_round_without_a_draft_is_that_without_a_head(
     assert (rounds[0][:start] != rounds[1][:start]) == begins
 
 
+@pytest.mark.parametrize("drafting", [0.1, 0.4, 1.5])
+@BACKENDS
+def test_rounds_that_draft_nothing_seldom_ask_for_k(
+    lender: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    backend: Any,
+    drafting: float,
+) -> None:
+    """k is that of a policy that is asked before every round, in jobs with joins.
+
+    The draft is right in its third and fourth ten rounds of forty. Catches choices
+    that stand although a row has joined or ended, or requests begin to wait.
+    """
+    num_rows, ks, asked = 3, list[list[int]](), Counter[str]()
+    forwards = Forwards(num_rows, {1: 1.0, 2: 1.02, 9: 1.2}, 0.01, drafting)
+    timing, choose, dispatch = Rounds._timing, AutoLength.choose, Rounds.dispatch
+
+    def told(rounds: Rounds, round_: BatchRound, kept: Any) -> Any:
+        usual = timing(rounds, round_, kept)
+        seconds = ForwardCosts([forwards]).round(num_rows, usual.num_draft_tokens)
+        right = sum(map(bool, ks[-1])) % 40 >= 20
+        accepted = [(limit, limit * right) for limit, _ in usual.accepted]
+        return replace(usual, seconds=seconds, fair=True, accepted=accepted)
+
+    def chosen(length: AutoLength, state: BatchState) -> int:
+        asked[str(len(ks))] += 1
+        return choose(length, state)
+
+    def dispatched(rounds: Any, plan: BatchRound) -> None:
+        if not plan.first:
+            ks[-1].append(plan.num_draft_tokens)
+        dispatch(rounds, plan)
+
+    monkeypatch.setattr(Rounds, "_timing", told)
+    monkeypatch.setattr(AutoLength, "choose", chosen)
+    monkeypatch.setattr(Rounds, "dispatch", dispatched)
+    for always in (False, True):
+        length = AutoLength(
+            RoundCosts(ForwardCosts([forwards])), ladder=(0, 1, 2), max_draft_tokens=K
+        )
+        ks.append([])
+        if always:
+            monkeypatch.setattr(AutoLength, "stands", lambda length, state: 0)
+        engine = engine_of(lender, backend, tmp_path, length, num_rows)
+        for i in range(4 * num_rows):
+            ask(engine, [3, 5 + i, 7], 60 + 37 * i % 100, i)
+        finish(engine)
+    assert ks[0] == ks[1]
+    assert drafting < 1 or asked["1"] < asked["2"] * 3 / 4
+
+
 @pytest.mark.parametrize(("num_rows", "drafting"), [(1, 0.4), (4, 0.1), (4, 1.5)])
 def test_prompts_are_read_by_a_useless_head_for_tries_alone(
     lender: Any,
