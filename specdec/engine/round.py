@@ -331,7 +331,7 @@ class Rounds:
         rests = k is None and self._idle <= until and waiting == bool(self.expected)
         rests, drafts = drafts and rests, drafts and not rests
         limits, left, needed, exact = list[int](), dict[int, int](), False, True
-        lasts = 0  # rounds for which a row may be drafted for as much as now
+        lasts = 0.0  # rounds for which a row may be drafted for as much as now
         for s in self.slots:
             if s is None or s.finish_reason is not None:
                 limits.append(-1)

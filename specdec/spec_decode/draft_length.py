@@ -204,6 +204,7 @@ class Acceptance:
         self.unseen = 0
         # By row: tokens accepted, and how many were expected of any row.
         self._rows: dict[int, list[float]] = {}
+        self._last: tuple[BatchState, list[tuple[int, int, float]]] | None = None
 
     @property
     def chances(self) -> list[float]:
@@ -212,6 +213,7 @@ class Acceptance:
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round."""
+        self._last = None
         pairs = Counter(timing.accepted if timing.num_draft_tokens else ())
         most = max((min(limit, n + 1) for limit, n in pairs), default=0)
         if not most:
@@ -274,15 +276,30 @@ class Acceptance:
             survival.append(reached)
         return survival
 
-    def of_rows(self, rows: Iterable[int]) -> list[float]:
-        """How many tokens each row accepts, relative to all rows.
+    def last_rows(self, state: BatchState) -> list[tuple[int, int, float]]:
+        """Rows that may end last, at any k: tokens left, room, factor.
 
-        Accepted tokens are modelled as Poisson counts whose means differ by gamma
-        factors. So the factor stays near 1 while little is known of the row.
+        A row's factor is how many tokens it accepts, relative to all rows. These are
+        modelled as Poisson counts whose means differ by gamma factors. So it stays near
+        1 while little is known of the row.
         """
+        if self._last is not None and self._last[0] is state:
+            return self._last[1]
         known, alike = self._rows, (ALIKE, ALIKE)
-        each = [known.get(row, alike) for row in rows]
-        return [seen / expected for seen, expected in each]
+        counts = [known.get(row, alike) for row in state.left]
+        factors = [seen / expected for seen, expected in counts]
+        rows = sorted(zip(state.left.values(), state.room, factors, strict=True))
+        last, least_room, least_factor = [], inf, inf
+        # One that has no more left than others, as much room as one of them and as good
+        # a factor as one does not end after them.
+        for row in reversed(rows):
+            _, room, factor = row
+            if room < least_room or factor < least_factor:
+                last.append(row)
+                least_room = min(room, least_room)
+                least_factor = min(factor, least_factor)
+        self._last = state, last
+        return last
 
 
 class Emission(NamedTuple):
@@ -525,9 +542,8 @@ class RoundCosts:
         known = (excess or {}).items()
         # A plain round has no excess: all costs are relative to it.
         self.timed = {key: _Timed(value) for key, value in known if key[1]}
-        # By (rows, k), the nearest that was timed, of so many.
+        # By (rows, k), the nearest that was timed.
         self._alike: dict[tuple[int, int], tuple[int, int]] = {}
-        self._num_alike = 0
         self.rounds = 0
         # Batch sizes whose forwards this process has measured.
         self.measured: set[int] = set()
@@ -601,10 +617,6 @@ class RoundCosts:
         def distance(key: tuple[int, int]) -> float:
             return abs(log2(key[0] / num_rows)) + abs(log2((key[1] + 1) / (k + 1)))
 
-        # Those that are timed only become more.
-        if len(self.timed) > self._num_alike:
-            self._num_alike = len(self.timed)
-            self._alike.clear()
         near = self._alike.get((num_rows, k))
         if near is None:
             alike = [key for key in self.timed if key[1] and k]
@@ -742,6 +754,8 @@ class RoundCosts:
     def _take(self, key: tuple[int, int], seconds: float) -> None:
         """Correct the pace, and the costs of this k and of the last one."""
         num_rows, k = key
+        if key not in self.timed:
+            self._alike.clear()
         mine = self.timed[key] = self._at(num_rows, k)
         error = seconds - log(self.forwards.round(num_rows, k)) - mine.excess
         if self._pace is None:
@@ -826,8 +840,6 @@ class AutoLength:
         self._budget = 0.2
         # Whether prompts were paid for a try that was not made yet.
         self._owed = False
-        # Rows that may end last in a state; what is observed may change them.
-        self._last_of: tuple[BatchState, list[tuple[int, int, float]]] | None = None
         # Of the last choice: the rates by k, and the best k, also before the last round
         # was read. Of the rounds read last: their k, how many in a row had it, and how
         # many of these were timed.
@@ -992,31 +1004,12 @@ class AutoLength:
         self, state: BatchState, ks: Sequence[int], tokens: Sequence[float]
     ) -> list[float]:
         """How many times sooner, in rounds, the last row ends with rounds of each k."""
-        if self._last_of is None or self._last_of[0] is not state:
-            self._last_of = state, self._last_rows(state)
-        plain, rows = max(state.left.values()), self._last_of[1]
+        plain, rows = max(state.left.values()), self.acceptance.last_rows(state)
         return [
             plain
             / max([n / (1 + min(k, room, f * (tokens[k] - 1))) for n, room, f in rows])
             for k in ks
         ]
-
-    def _last_rows(self, state: BatchState) -> list[tuple[int, int, float]]:
-        """Rows that may end last, at any k: tokens left, room, factor.
-
-        A row that has no more left than another, as much room and as good a factor
-        does not end after it.
-        """
-        factors = self.acceptance.of_rows(state.left)
-        rows = sorted(zip(state.left.values(), state.room, factors, strict=True))
-        last, least_room, least_factor = [], inf, inf
-        for row in reversed(rows):
-            _, room, factor = row
-            if room < least_room or factor < least_factor:
-                last.append(row)
-                least_room = min(room, least_room)
-                least_factor = min(factor, least_factor)
-        return last
 
     def _newest(self, state: BatchState) -> tuple[int, int, int]:
         """k of the last round dispatched; rounds in a row with it; those timed."""
@@ -1129,7 +1122,6 @@ class AutoLength:
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round's time and from what its rows accepted."""
         with self._lock:
-            self._last_of = None
             num_rows, k = timing.num_rows, timing.num_draft_tokens
             once = self.costs.once(num_rows, k, timing.backlog)
             timed = self.costs.observe(timing, once=once)

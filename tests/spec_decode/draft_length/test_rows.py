@@ -173,7 +173,7 @@ def test_the_last_row_is_the_one_that_takes_most_rounds() -> None:
             factors = [rng.lognormvariate(0, 0.5) for _ in rows]
             left = {row: rng.randrange(1, 200) for row in rows}
             room = [rng.randrange(9) for _ in rows]
-            length.acceptance._rows = {row: (factors[row], 1.0) for row in rows}
+            length.acceptance._rows = {row: [factors[row], 1.0] for row in rows}
             each = length._of_last_row(
                 BatchState(num_rows, room, 100, left=left), ks, tokens
             )
