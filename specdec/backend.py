@@ -68,6 +68,8 @@ class BackendDefaults:
             MLX keeps for reuse are limited while rows decode, too.
         copied_layers: MLX is at most so many layers ahead of the device. A write copies
             a cache that one of them reads, unless it is in place. 0: too few to matter.
+        tail: columns of the tails of drafts' caches, see :mod:`specdec.cache.tail`; 0:
+            they have none.
         draft_lengths: what ``auto`` chooses from, if not from those that suit CUDA.
         verify_widths: the numbers of tokens of the verify forwards that are timed.
     """
@@ -87,6 +89,7 @@ class BackendDefaults:
     boolean_masks: bool = False
     shares_memory: bool = False
     copied_layers: int = 0
+    tail: int = 0
     draft_lengths: tuple[int, ...] | None = None
     verify_widths: tuple[int, ...] = (1, 2, 5)
 
@@ -161,6 +164,9 @@ _DEFAULTS: dict[str, BackendDefaults] = {
             boolean_masks=True,
             shares_memory=True,
             copied_layers=25,
+            # With k = 4 and 8192 tokens, about the least is copied: tails by each
+            # forward, the base once they are full.
+            tail=64,
             draft_lengths=(0, 1, 2, 3, 4, 7),
             verify_widths=(1, 2, 3, 4, 5, 8),
         ),

@@ -153,6 +153,7 @@ class BatchCache(CacheCore):
                 self._storage = other._storage.blank(self.batch_size)
             capacity = max(self.capacity, self._capacity_for(other._longest))
             self._storage.place(index, other._storage, capacity)
+        self._storage.empty_tail()
         offset, new = self.offset, other.offset
 
         def placed() -> mx.array:
@@ -177,6 +178,7 @@ class BatchCache(CacheCore):
             raise CacheError(
                 f"reset got rows {list(rows)}: the batch has {self.batch_size}"
             )
+        self._storage.empty_tail()
         offset = self.offset
 
         def emptied() -> mx.array:

@@ -25,6 +25,7 @@ import mlx.core as mx
 
 from ..backend import defaults
 from ..cuda.cache_write import Unwritten
+from ..cuda.split_attention import Split
 from ..errors import CacheError
 from .capacity import grown_capacity
 from .positions import (
@@ -42,6 +43,7 @@ from .positions import (
 )
 from .ring import Ring
 from .storage import Arrays, Codec, DenseCodec, QuantizedCodec, Storage
+from .tail import Tail
 
 T = TypeVar("T")
 RowCounts = mx.array | Sequence[int]
@@ -50,8 +52,9 @@ LINEAR, DENSE = LinearLayout(), DenseCodec()
 #: The most queries of MLX's attention kernel for few queries on Metal. With several
 #: rows, it copies a mask of one head for all heads, in each layer.
 FEW_QUERIES = 8
-# The most tokens of a row whose write may be left to attention. Packed keys are not:
-# what unpacks them reads no queries, by which the device knows that they are written.
+# The most tokens of a row whose write may be left to attention, or goes to a tail.
+# Those of packed keys are not: what unpacks them reads no queries, by which the device
+# knows that they are written.
 FEW_TOKENS = 16
 
 
@@ -117,6 +120,8 @@ class Settings(TypedDict, total=False):
     unpacks: bool | None
     exact_alone: bool
     in_place: bool
+    tail: int
+    tail_from: int
     memo: Memo | None
 
 
@@ -157,6 +162,11 @@ class CacheCore:
             others do.
         in_place: leave writes of few tokens to attention, which gets what is
             :class:`~specdec.cuda.cache_write.Unwritten`.
+        tail: columns for the newest tokens, which are held apart, so that attention
+            gets what is :class:`~specdec.cuda.split_attention.Split`; 0: there are
+            none. Only dense caches without a ring have a tail.
+        tail_from: there is one once all rows, as long as the longest, have so many
+            tokens.
         memo: shared by the caches of one model, see :class:`Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -184,6 +194,8 @@ class CacheCore:
         unpacks: bool | None = None,
         exact_alone: bool = True,
         in_place: bool = False,
+        tail: int = 0,
+        tail_from: int = 0,
         memo: Memo | None = None,
         options: Options | None = None,
     ):
@@ -214,6 +226,8 @@ class CacheCore:
             "unpacks": unpacks,
             "exact_alone": exact_alone,
             "in_place": in_place,
+            "tail": tail,
+            "tail_from": tail_from,
         }
         self._memo = Memo() if memo is None else memo
         self._storage = Storage(codec)
@@ -251,8 +265,8 @@ class CacheCore:
     @property
     def unpacked_nbytes(self) -> int:
         """Bytes of dense copies of all slots, where attention gets unpacked ones."""
-        arrays = self._storage.current()
-        if arrays is None or not (self.unpacks and self.packing):
+        arrays = self._storage.held
+        if not arrays or not (self.unpacks and self.packing):
             return 0
         packed = sum(a.nbytes for a in arrays if a.dtype == mx.uint32)
         return packed * 8 // self.packing["bits"] * arrays[-1].itemsize
@@ -352,7 +366,8 @@ class CacheCore:
         Returns:
             Keys and values of ``extent`` columns, (B, kv_heads, extent, head_dim);
             for a quantized cache, triples (packed, scales, biases), unless it
-            unpacks them; with ``in_place``, what attention has yet to write.
+            unpacks them; with ``in_place``, what attention has yet to write; with a
+            tail, both.
 
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
@@ -362,7 +377,12 @@ class CacheCore:
         if rows != len(offset):
             raise CacheError(f"{rows} rows were written to a cache of {len(offset)}")
         updates = storage.codec.encode(keys, values)
+        tail = self._tail_for(num_tokens)
         longest, capacity, extent = self._make_room(num_tokens)
+        if tail is not None:
+            storage.tail = tail.written(updates, offset)
+            self._advance(num_tokens, longest)
+            return self.keys_and_values()
         later = self._options["in_place"] and not self.packing
         later = later and num_tokens <= FEW_TOKENS
         unwritten: Any = None
@@ -396,6 +416,34 @@ class CacheCore:
         if capacity > before:
             self._storage.grow(capacity)
         return after
+
+    def _tail_for(self, num_tokens: int) -> Tail | None:
+        """The tail that takes the next write; ``None``: the base takes it.
+
+        A full tail is emptied for that, and a new one begins.
+        """
+        width, least = self._options["tail"] or 0, self._options["tail_from"] or 0
+        if (
+            num_tokens > min(width, FEW_TOKENS)
+            or self._lengths is not None
+            or self.packing
+            or self.ring is not None
+            or self.empty()
+        ):
+            return None
+        self._make_room(num_tokens)
+        if self._longest * self.batch_size < max(1, least):
+            return None
+        storage = self._storage
+        if (tail := storage.tail) and not tail.fits(num_tokens, storage.capacity):
+            storage.empty_tail()
+        if storage.tail is None:
+            storage.tail = Tail(width, self.offset, self._longest)
+        return storage.tail
+
+    def _base_extent(self, tail: Tail) -> int:
+        """Columns of the base that attention reads."""
+        return self._extent(tail.longest, self.capacity, 2)
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         self._count(num_tokens, longest)
@@ -442,6 +490,10 @@ class CacheCore:
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What attention reads, without writing (layers that share keys use it)."""
+        if (tail := self._storage.tail) and tail.arrays:
+            extent = self._base_extent(tail)
+            split: Any = Split(self._storage.base(extent), tail.arrays)
+            return split, split
         width, longest = self._last_write
         longest = max(self._longest, longest)
         return self._read(self._extent(longest, self.capacity, width))
@@ -494,20 +546,24 @@ class CacheCore:
             array is needed, what mlx-lm's caches return: ``None`` for one query that
             sees every column, ``"causal"`` for several.
         """
+        tail = self._tail_for(N)
         longest, _, extent = self._after(N)
+        layout: Layout = self.layout
+        if tail is not None:
+            layout, extent = tail, self._base_extent(tail) + tail.width
         rules = self.rules
         if rules or window_size is not None:
-            bound = longest if extent == longest else None
+            bound = longest if extent == longest and tail is None else None
             rules = self._rules_within(window_size, bound)
         # Exactly the rows' own columns, oldest first: no array needed.
-        offset, layout, until = self.offset, self.layout, self._memo.until
+        offset, until = self.offset, self._memo.until
         if self._memo.in_windows and window_size is None:
             until = None
-        alone = self._uniform and extent == longest and not rules
+        alone = self._uniform and extent == longest and not rules and tail is None
         if alone and not return_array and until is None:
             return None if N == 1 or both_ways else "causal"
         dtype = self._storage.dtype if self._options["additive_mask"] else None
-        heads = self._options["mask_heads"] or 1
+        heads = 1 if tail is not None else self._options["mask_heads"] or 1
 
         def compute() -> mx.array:
             sees = until
@@ -522,9 +578,10 @@ class CacheCore:
             return mx.contiguous(mx.broadcast_to(mask, shape))
 
         params = (N, extent, str(dtype), rules)
-        kind = ("mask", layout, window_size, both_ways)
-        read = (offset,) if until is None else (offset, until)
-        return self._memo.get(kind, read, params, compute)
+        kind = ("mask", self.layout, window_size, both_ways)
+        read = offset, until, None if tail is None else tail.starts
+        known = tuple(each for each in read if each is not None)
+        return self._memo.get(kind, known, params, compute)
 
     def _rules_within(
         self, window_size: int | None, longest: int | None
@@ -629,6 +686,12 @@ class CacheCore:
             )
         if self.ring is not None:
             self.ring.trim(at_most)
+        if (tail := self._storage.tail) is not None:
+            shorter = tail.trimmed(at_most, fewest)
+            if shorter is None:
+                self._storage.empty_tail()
+            else:
+                self._storage.tail = shorter
         offset = self.offset
 
         def trimmed() -> mx.array:
@@ -696,7 +759,8 @@ class CacheCore:
     @property
     def written(self) -> Any:
         """What is computed once all writes are; it is not to be read."""
-        return self._storage.current(), self.offset
+        storage = self._storage
+        return storage.held if storage.tail else storage.current(), self.offset
 
     def without_arrays(self) -> Self:
         """A copy of this cache that holds no arrays, only what the host knows."""

@@ -51,7 +51,7 @@ class CacheOptions:
         additive_mask: make masks of 0 and minus infinity in the type of the scores
             (faster on a GPU) in place of boolean ones. Not for models that
             :func:`reads_boolean_masks` finds.
-        mask_heads, unpacks, exact_alone, in_place: see
+        mask_heads, unpacks, exact_alone, in_place, tail, tail_from: see
             :class:`~specdec.cache.core.CacheCore`.
         packs_members: quantize all caches of a layer that has several; if false, only
             the first, since others may belong to an indexer, which reads and sets its
@@ -74,6 +74,8 @@ class CacheOptions:
     unpacks: bool | None = None
     exact_alone: bool = True
     in_place: bool = False
+    tail: int = 0
+    tail_from: int = 0
     packs_members: bool = True
     single_stays: bool = False
 
@@ -187,19 +189,24 @@ def check_caches(
     attention reads, and head sizes that the quantization group does not divide. Code
     that cannot take packed keys (latent attention, attention sinks, layers that use the
     keys of others) gets them unpacked, one layer at a time. Code that does not take
-    masks of several heads gets masks of one, and caches are not written in place where
-    code does anything with keys but attend to them.
+    masks of several heads gets masks of one. Where code does anything with keys but
+    attend to them, caches have no tail and are not written in place.
 
     Returns:
-        The options, with ``unpacks``, or without ``packs_members``, ``mask_heads`` or
-        ``in_place``, if the model needs that.
+        The options, with ``unpacks``, or without ``packs_members``, ``mask_heads``,
+        ``in_place`` or ``tail``, if the model needs that.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
     """
     options = options or CacheOptions(max_write=2)
     small = replace(
-        options, max_write=2, max_length=None, read_bucket=1, quantized_kv_start=0
+        options,
+        max_write=2,
+        max_length=None,
+        read_bucket=1,
+        quantized_kv_start=0,
+        tail_from=0,
     )
     module = type(model).__module__
     try:
@@ -216,6 +223,8 @@ def check_caches(
     except Exception as error:  # whatever a model's code raises
         if options.in_place:
             return check_caches(model, name, replace(options, in_place=False))
+        if options.tail:
+            return check_caches(model, name, replace(options, tail=0))
         if options.mask_heads > 1:
             return check_caches(model, name, replace(options, mask_heads=1))
         if options.kv_bits is not None and not options.unpacks:
@@ -296,6 +305,8 @@ def make_batch_caches(
         "unpacks": options.unpacks,
         "exact_alone": options.exact_alone,
         "in_place": options.in_place,
+        "tail": options.tail,
+        "tail_from": options.tail_from,
         "memo": Memo() if memo is None else memo,
     }
     return [_make(cache, batch_size, options, settings) for cache in caches]

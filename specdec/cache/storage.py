@@ -17,6 +17,7 @@ import mlx.core as mx
 from ..cuda.cache_write import Unwritten
 from ..errors import CacheError
 from .positions import whole
+from .tail import Tail
 
 Arrays = tuple[mx.array, ...]
 # For an array of rows: the row that each placed element goes to, int32, in the shape of
@@ -187,11 +188,13 @@ class Storage:
             or of the write before. ``None``: MLX made the arrays, and attention of few
             tokens has not read them.
         lent: whether arrays that are written in place may be held elsewhere.
+        tail: the newest tokens, if they are held apart.
     """
 
     waiting: Unwritten | None
     after: mx.array | None
     lent: bool
+    tail: Tail | None
     _arrays: Arrays | None
 
     def __init__(self, codec: Codec, arrays: Arrays | None = None):
@@ -212,11 +215,19 @@ class Storage:
     @arrays.setter
     def arrays(self, arrays: Arrays | None) -> None:
         self.waiting, self.after, self._arrays, self.lent = None, None, arrays, False
+        self.tail = None
 
     def current(self) -> Arrays | None:
-        """The arrays, for attention and for who waits until they are computed."""
+        """The arrays, for attention and for who waits until they are computed.
+
+        What a tail holds is written to them; there is none then.
+        """
         if (waiting := self.waiting) is not None:
             waiting.written(waiting.new[0])
+        if (tail := self.tail) is not None:
+            self.tail = None
+            if tail.most:
+                self.write(*tail.flushed())
         return self._arrays
 
     def settled(self) -> Arrays | None:
@@ -254,6 +265,20 @@ class Storage:
             self.arrays = arrays or None
 
     @property
+    def held(self) -> Arrays:
+        """The arrays, without what waits for attention, and those of the tail."""
+        tail = () if self.tail is None else self.tail.arrays
+        return (*(self._arrays or ()), *tail)
+
+    def base(self, extent: int) -> Arrays:
+        """The first ``extent`` slots, without what a tail holds."""
+        return tuple([a[:, :, :extent] for a in self._arrays or ()])
+
+    def empty_tail(self) -> None:
+        """Write what the tail holds to the base, if there is a tail."""
+        self.current()
+
+    @property
     def empty(self) -> bool:
         """Whether nothing was written."""
         return self._arrays is None
@@ -266,7 +291,7 @@ class Storage:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(a.nbytes for a in self._arrays or ())
+        return sum(a.nbytes for a in self.held)
 
     @property
     def dtype(self) -> mx.Dtype | None:

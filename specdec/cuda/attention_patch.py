@@ -23,6 +23,7 @@ from . import cache_write, decode_attention
 from .cache_write import Unwritten
 from .kernels import TYPES
 from .modules import Derived
+from .split_attention import Split
 
 _NAME = "scaled_dot_product_attention"
 _USUAL: Any = getattr(base, _NAME)
@@ -46,6 +47,8 @@ def attending_by(kernel: Any) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        if isinstance(keys, Split):
+            return keys.attention(queries, scale, mask, sinks)
         unwritten = keys if isinstance(keys, Unwritten) else None
         if unwritten is not None:
             queries, keys, values = unwritten.written(queries)

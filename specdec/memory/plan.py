@@ -109,6 +109,8 @@ class ModelGeometry:
             token that it reads: recorded, joined and normed.
         proposes_blocks: whether one forward computes the logits of all proposals.
         in_place: whether rounds write caches in place; elsewhere writes may copy them.
+        tail, tail_from: as for :class:`~specdec.cache.core.CacheCore`; 0, unless every
+            cache can have a tail.
     """
 
     name: str
@@ -128,6 +130,8 @@ class ModelGeometry:
     feature_bytes: int = 0
     proposes_blocks: bool = False
     in_place: bool = False
+    tail: int = 0
+    tail_from: int = 0
 
     def layer_bytes(
         self,
@@ -295,7 +299,13 @@ class MemoryPlan:
             if not model.in_place:
                 times = max(1, k) if name == "draft" else self._ahead
                 times = min(times, backend.copied_layers // max(1, len(model.caches)))
-                copies += times * parts[f"{name} KV cache"]
+                copied = float(times)
+                if model.tail:
+                    # Full ones are written at times; short rows, whose slots may be
+                    # twice their tokens, have none.
+                    columns = 2 * (model.tail + model.tail_from / max(1, len(rows)))
+                    copied = 1 + times * min(1, columns / held)
+                copies += int(copied * parts[f"{name} KV cache"])
             if k:
                 inputs += len(rows) * width * sum(c.held_bytes for c in model.caches)
         # Rows that leave and rows that join in one step copy a layer twice more.

@@ -20,6 +20,7 @@ import mlx.nn as nn
 from ..backend import BackendDefaults
 from ..cache import (
     BatchCache,
+    BatchKVCache,
     BatchRecurrentCache,
     CacheOptions,
     check_caches,
@@ -33,6 +34,7 @@ from ..cuda.modules import leaves_of
 from ..models.draft_heads import DraftHead
 from ..models.layers import arrays_of
 from ..models.loaded import Described, setting
+from ..models.metal_kernels import with_tails
 from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from ..models.runner import cache_options
@@ -85,6 +87,7 @@ def plan_memory(
             options,
             each.loading_bytes,
             kernels=backend.kernels,
+            drafts_on=backend if each is draft else None,
         )
         for each in (target, draft)
         if each is not None
@@ -118,6 +121,7 @@ def geometry_of(
     loading_bytes: int = 0,
     *,
     kernels: bool = False,
+    drafts_on: BackendDefaults | None = None,
 ) -> ModelGeometry:
     """Read the geometry of an mlx-lm model, loaded or not.
 
@@ -129,6 +133,7 @@ def geometry_of(
             not matter.
         loading_bytes: as in :class:`ModelGeometry`.
         kernels: whether kernels of :mod:`specdec.cuda` compute what they can.
+        drafts_on: the backend on which it drafts; ``None``: it does not.
 
     Raises:
         UnsupportedModelError: the batch caches cannot serve the model.
@@ -136,6 +141,8 @@ def geometry_of(
     options = replace(options or CacheOptions(max_write=2), max_length=None)
     model = with_recurrent_rows(with_row_positions(model))
     options = check_caches(model, name, options)
+    if drafts_on is not None:
+        options = with_tails(model, name, options, drafts_on)
     at_once = replace(options, quantized_kv_start=0)
     caches, logits = _forward(model, name, at_once)
     dense: list[BatchCache] = []
@@ -164,6 +171,7 @@ def geometry_of(
     copies = SCAN_COPIES[pair_bytes > 0]
     if kernels and any(gated_delta.is_layer(type(m)) for m in model.modules()):
         copies = 1
+    plain = all(type(c) is BatchKVCache and not c.packing for c in caches)
     return ModelGeometry(
         name=name,
         num_parameters=sum(_count(layer) for _, layer in leaves_of(model)),
@@ -192,6 +200,8 @@ def geometry_of(
         feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
         proposes_blocks=isinstance(model, DraftHead) and model.at_once,
         in_place=ours and head in SIZES and not any(c.packing for c in caches),
+        tail=options.tail * plain,
+        tail_from=options.tail_from * plain,
     )
 
 

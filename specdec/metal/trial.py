@@ -20,6 +20,7 @@ from mlx_lm.models.gated_delta import gated_delta_kernel
 
 from ..cuda import gated_delta
 from ..cuda.gated_delta import Form, Inputs, Results, reference, scan
+from ..cuda.split_attention import Split
 from ..utils.child import serve
 from . import attention
 from .few_rows import Kind, faults, product
@@ -27,8 +28,10 @@ from .few_rows import Kind, faults, product
 # Bytes of the matrices of a chain, so that no cache holds them; the most products of a
 # chain, and about how many seconds one takes.
 _BYTES, _MOST_PRODUCTS, _SECONDS = 256 * 2**20, 64, 0.03
-# Layers of a chain; keys of a row for attention.
-_LAYERS, _COLUMNS = 16, 4096
+# Layers of a chain; keys of a row for attention, and for steps of a draft.
+_LAYERS, COLUMNS = 16, 4096
+# Steps and layers of a draft, and columns of its caches' tails.
+_STEPS, _DRAFT_LAYERS, _TAIL = 4, 4, 64
 _TIMES = 5  # how often each chain is timed at most
 _MEMORY = 2**48  # what a GPU maps is no measure of what a trial takes
 
@@ -42,8 +45,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         request: ``rows`` to time, the ``seconds`` after which a number of rows is not
             timed again, whether to try our kernel, ``ours``, and a matrix or
             a layer: ``kind`` of :meth:`Kind.wire`, ``form`` of :func:`form_wire`, or
-            ``attention`` of :meth:`attention.Form.wire`. Requests may have one number
-            of rows each: matrices and proofs are there until another kind comes.
+            ``attention`` or ``tail`` of :meth:`attention.Form.wire`. Requests may have
+            one number of rows each: matrices and proofs are there until another kind
+            comes.
 
     Returns:
         ``fault``: what is wrong with our kernel, or an empty text; ``mlx`` and
@@ -53,6 +57,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return try_form(request)
     if "attention" in request:
         return try_attention(request)
+    if "tail" in request:
+        return try_tail(request)
     return try_kind(request)
 
 
@@ -124,6 +130,96 @@ def try_attention(request: dict[str, Any]) -> dict[str, Any]:
     return {"fault": fault, **times}
 
 
+def try_tail(request: dict[str, Any]) -> dict[str, Any]:
+    """Compare and time steps of a draft, whose caches have a tail or have none."""
+    form = attention.Form.read(request["tail"])
+    times: dict[str, dict[int, float]] = {"mlx": {}, "ours": {}}
+    fault = ""
+    for rows in request["rows"]:
+        draft = _Draft(form, rows)
+        chains = {"mlx": draft.usual_steps, "ours": draft.steps_with_tails}
+        if not request["ours"]:
+            del chains["ours"]
+        results = [chain() for chain in chains.values()]
+        usual, ours = results[0].astype(mx.float32), results[-1].astype(mx.float32)
+        off: Any = (mx.abs(ours - usual).max() / mx.abs(usual).max()).item()
+        # Compared this way round, NaN is no agreement.
+        if not off <= 0.02:
+            fault = f"results are off by {off:.1e}"
+            chains.pop("ours", None)
+        timed = {name: partial(_seconds, chain) for name, chain in chains.items()}
+        for name, seconds in _in_turns(timed, request["seconds"]).items():
+            times[name][rows] = 1e3 * seconds / _STEPS / _DRAFT_LAYERS
+    return {"fault": fault, **times}
+
+
+def _seconds(compute: Callable[[], mx.array]) -> float:
+    begin = time.perf_counter()
+    compute()
+    return time.perf_counter() - begin
+
+
+class _Draft:
+    """Attention of a draft's layers in some steps, one graph in all.
+
+    Each layer waits for the one before, and writes what it was given.
+    """
+
+    def __init__(self, form: attention.Form, rows: int):
+        def drawn(heads: int, tokens: int) -> mx.array:
+            shape = rows, heads, tokens, form.size
+            return mx.random.normal(shape, key=mx.random.key(tokens)).astype(form.dtype)
+
+        self._form = form
+        self._first = drawn(form.heads, 1)
+        held, tail = (drawn(form.key_heads, n) for n in (COLUMNS, _TAIL))
+        self._caches, self._tails = (
+            [[array + 0, array + 0] for _ in range(_DRAFT_LAYERS)]
+            for array in (held, tail)
+        )
+        # The caches' last columns are those of the tails.
+        sees = mx.arange(COLUMNS) < COLUMNS - _TAIL + mx.arange(1, _STEPS + 1)[:, None]
+        self._masks = [mx.tile(m, (rows, 1, 1, 1)) for m in sees]
+        mx.eval(self._first, self._caches, self._tails, self._masks)
+
+    def usual_steps(self) -> mx.array:
+        """The last layer's result; MLX copies what it still reads."""
+
+        def attend(y: mx.array, arrays: Sequence[mx.array], mask: mx.array) -> mx.array:
+            keys, values = arrays
+            return mx.fast.scaled_dot_product_attention(
+                y, keys, values, scale=self._form.size**-0.5, mask=mask
+            )
+
+        return self._steps(self._caches, COLUMNS - _TAIL, attend)
+
+    def steps_with_tails(self) -> mx.array:
+        """The same, with writes to tails."""
+        begin, bases = COLUMNS - _TAIL, iter(self._caches * _STEPS)
+
+        def attend(y: mx.array, arrays: Sequence[mx.array], mask: mx.array) -> mx.array:
+            base = tuple(array[:, :, :begin] for array in next(bases))
+            split = Split(base, tuple(arrays))
+            return split.attention(y, self._form.size**-0.5, mask)
+
+        return self._steps(self._tails, 0, attend)
+
+    def _steps(
+        self, written: list[list[mx.array]], first: int, attend: Callable[..., mx.array]
+    ) -> mx.array:
+        y, pairs = self._first, self._form.key_heads
+        for step, mask in enumerate(self._masks):
+            at = mx.full((len(y), 1, 1, 1), first + step, mx.int32)
+            for layer, arrays in enumerate(written):
+                new = y[:, :pairs]
+                written[layer] = [
+                    mx.put_along_axis(array, at, new, axis=2) for array in arrays
+                ]
+                y = y + attend(y, written[layer], mask)
+        mx.eval(y, written)
+        return y
+
+
 _attention_faults = lru_cache(1)(attention.faults)
 _layer_agrees = lru_cache(1)(gated_delta._agrees)
 
@@ -131,7 +227,7 @@ _layer_agrees = lru_cache(1)(gated_delta._agrees)
 @lru_cache(1)
 def _caches(form: attention.Form) -> list[list[Any]]:
     """Keys and values of a chain of layers, evaluated."""
-    shape, count = (1, form.key_heads, _COLUMNS, form.size), 2 * _LAYERS
+    shape, count = (1, form.key_heads, COLUMNS, form.size), 2 * _LAYERS
     drawn = [
         form.packed(mx.random.normal(shape, key=mx.random.key(i)).astype(form.dtype))
         for i in range(count)

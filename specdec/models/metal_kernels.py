@@ -12,18 +12,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.nn as nn
 
+from ..backend import BackendDefaults
+from ..cache import CacheOptions, check_caches
 from ..cuda import gated_delta, proofs
 from ..cuda.attention_patch import attending_kind
 from ..cuda.gated_delta import Form, form_of, is_layer
 from ..cuda.modules import change_kinds, leaves_of
 from ..metal import attention, few_rows
 from ..metal.few_rows import BANDS, KINDS, Kind
-from ..metal.trial import form_wire
+from ..metal.trial import COLUMNS, form_wire
 from ..utils.child import Child, ChildError
 from .kernel_proofs import cached_proofs
 
@@ -31,8 +33,11 @@ from .kernel_proofs import cached_proofs
 SWITCH = "SPECDEC_METAL_KERNELS"
 #: The numbers of rows whose products are timed.
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 24, 32)
+#: The numbers of rows with which steps of a draft are timed, with a tail and without.
+TAIL_ROWS = 1, 4
 #: The most tokens of a row that our kernel of gated delta layers computes on Metal.
 TOKENS = gated_delta.TILE
+_KERNELS = {"kind", "attention", "form", "tail"}
 # A kernel is used if it is faster by this factor for each timed number of rows.
 MARGIN = 1.15
 # The most seconds of one number of rows, once kernels are compiled, and the fewest that
@@ -127,6 +132,13 @@ def _of_attention(form: attention.Form, rows: Sequence[int] = ROWS) -> Subject:
     return Subject(f"{form.name}, queries", request, tokens, verdicts)
 
 
+def _of_tail(form: attention.Form, rows: Sequence[int] = ROWS) -> Subject:
+    name = form.name.replace("attention", "tail of a draft's cache")
+    number = tuple(n for n in TAIL_ROWS if n in rows)
+    verdicts = {(n, n): f"{name}, {n * COLUMNS} tokens" for n in TAIL_ROWS}
+    return Subject(f"{name}, rows", {"tail": form.wire()}, number, verdicts)
+
+
 def _by_kernel(module: nn.Module) -> Any:
     return attending_kind(type(module), attention)
 
@@ -179,6 +191,7 @@ def subjects_of(
         heads = attention_of(model).items()
         forms = [(each, n) for f, n in heads if f.known for each in f.variants]
         subjects += [(_of_attention(form, rows), n) for form, n in forms]
+        subjects += [(_of_tail(form, rows), n) for form, n in heads]
         subjects += [(_of_layer(f, rows), n) for f, n in layers_of(model).items()]
     return subjects
 
@@ -281,7 +294,7 @@ class Trials:
             if error.kind in ("error", "memory"):
                 return False
             if ours:
-                self._unsafe.update(request.keys() & {"kind", "attention", "form"})
+                self._unsafe.update(request.keys() & _KERNELS)
             elif not self._answers:
                 raise _EndError from error
             self._answers = False
@@ -325,3 +338,33 @@ def take_kernels(model: nn.Module) -> None:
         used = of is not None and any(map(attention.tokens_of.get, of.variants))
         if kind is not None and used:
             module.__class__ = kind
+
+
+def tail_from(model: nn.Module) -> int | None:
+    """With how many tokens of all rows a tail was faster here; ``None``: with none."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    forms = {form for _, each in modules if (form := _form_of(each)) is not None}
+    if os.environ.get(SWITCH, "").strip() == "0":
+        return None
+    with cached_proofs():
+        least = [min(_of_tail(form).used, default=None) for form in forms]
+    known = [n * COLUMNS for n in least if n is not None]
+    return max(known) if len(known) == len(forms) > 0 else None
+
+
+def with_tails(
+    model: nn.Module, name: str, options: CacheOptions, backend: BackendDefaults
+) -> CacheOptions:
+    """Options for caches of a draft: with a tail, where that was faster here.
+
+    The model's attention then takes what such caches hand out; nothing else changes.
+    """
+    least = tail_from(model) if backend.tail else None
+    if least is None:
+        return options
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        if (kind := _by_kernel(module)) is not None:
+            module.__class__ = kind
+    options = replace(options, tail=backend.tail, tail_from=least)
+    return check_caches(model, name, options)

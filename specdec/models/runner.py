@@ -40,6 +40,7 @@ from .compiled import CompiledForwards
 from .image_rows import RowImages, RowInputs, with_row_inputs
 from .layer_skip import without_idle
 from .layers import HiddenStates, query_heads, record_layers
+from .metal_kernels import with_tails
 from .pace import Pace
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
@@ -180,6 +181,14 @@ class ModelRunner:
             )
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
+        return runner
+
+    def with_tails(self) -> ModelRunner:
+        """A runner of a draft, whose caches have tails where those are faster."""
+        runner = copy.copy(self)
+        if runner.compiled is None:  # graphs would begin with what is in tails
+            model, name, options = self.model, self.name, self.options
+            runner.options = with_tails(model, name, options, self.backend)
         return runner
 
     def without_prefixes(self) -> ModelRunner:

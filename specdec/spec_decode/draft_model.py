@@ -47,7 +47,7 @@ class DraftModel(Drafter):
         context_length: int | None = None,
         vocabulary: VocabularyMap | None = None,
     ):
-        self.runner = runner
+        self.runner = runner.with_tails()
         self.context_length = context_length
         self.vocab_size = min(vocab_size, runner.vocab_size)
         # The target has more tokens than the draft has embeddings.

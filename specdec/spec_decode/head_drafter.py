@@ -49,7 +49,7 @@ class HeadDrafter(Drafter):
         context_length: int | None = None,
         special: Collection[int] = (),
     ):
-        self.runner = runner
+        self.runner = runner = runner.with_tails()
         self._special = frozenset(special)
         self.vocab_size = vocab_size
         self.context_length = context_length

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.base import scaled_dot_product_attention
 
 from specdec.cache import (
     BatchChunkedKVCache,
     BatchKVCache,
     BatchRotatingKVCache,
 )
+from specdec.cuda.attention_patch import attend
+from specdec.cuda.split_attention import Split
 from specdec.errors import CacheError
 
 KV_HEADS, QUERY_HEADS, HEAD_DIM, GROUP = 2, 4, 64, 32
@@ -77,6 +78,7 @@ class Kind:
     bits: int | None = None
     window: int | None = None  # tokens that a ring holds for its queries
     keep: int = 0
+    tail: bool = False
 
 
 def full(p: int, q: int) -> bool:
@@ -97,6 +99,8 @@ def packed(bits: int) -> dict[str, Any]:
 
 KINDS = [
     Kind("linear", BatchKVCache, full),
+    Kind("linear-tail", lambda b, **s: BatchKVCache(b, tail=6, **s),
+         full, tail=True),
     Kind("linear-8bit", lambda b, **s: BatchKVCache(b, **packed(8), **s),
          full, bits=8),
     Kind("ring", lambda b, **s: BatchRotatingKVCache(b, max_size=5, **s),
@@ -206,9 +210,7 @@ class History:
             window_size=None,
         )
         k, v = self.cache.update_and_fetch(keys, values)
-        output = scaled_dot_product_attention(
-            queries, k, v, cache=self.cache, scale=SCALE, mask=mask
-        )
+        output = attend(queries, k, v, cache=self.cache, scale=SCALE, mask=mask)
         for row, (ids, n) in enumerate(zip(new, lengths, strict=True)):
             self.rows[row] = self.rows[row] + ids[:n]
         self.check(mask, v, np.array(output, copy=True), size, lengths)
@@ -336,7 +338,9 @@ class History:
             )
 
     def step(self) -> None:
-        step = self.choices.integer(0, 18)
+        # Most other steps empty a tail.
+        rounds = self.kind.tail and self.choices.integer(0, 3)
+        step = self.choices.integer(0, 11 if rounds else 18)
         if step <= 8:
             self.write()
         elif step <= 11:
@@ -364,6 +368,8 @@ class History:
             values = mx.dequantize(
                 packed, scales, biases, group_size=GROUP, bits=self.kind.bits
             )
+        if isinstance(values, Split):
+            values = mx.concatenate([values.base[1], values.tail[1]], axis=2)
         numbers = np.rint(np.array(values)[:, :, :, 0]).astype(int)
         keys, stored = STORED[self.kind.bits]
         expected = np.zeros_like(output)

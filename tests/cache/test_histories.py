@@ -17,6 +17,7 @@ from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule
 from specdec.cache.recurrent import BatchRecurrentCache
 from specdec.cache.ring import Ring
 from specdec.cache.storage import Storage
+from specdec.cache.tail import Tail
 
 from .histories import (
     BY_NAME,
@@ -56,6 +57,20 @@ def test_long_histories(kind: Kind) -> None:
     """Rings wrap a dozen times and more."""
     ends = [run(kind, Seeded(-seed), 200) for seed in range(1, 6)]
     assert max(len(row) for end in ends for row in end.rows) > 60
+
+
+def test_a_tail_is_written_within_the_base(monkeypatch: Patch) -> None:
+    """Past the end would be memory of others; with rows that are trimmed apart."""
+    most, write = [0], Storage.write
+
+    def within(self: Storage, updates: Any, slots: mx.array) -> None:
+        assert int(slots.max()) < self.capacity
+        most[0] = max(most[0], slots.shape[1])
+        write(self, updates, slots)
+
+    monkeypatch.setattr(Storage, "write", within)
+    run_many(BY_NAME[TAIL])
+    assert most[0] == 7  # what a tail of 6 does not take
 
 
 class Drawn:
@@ -271,6 +286,36 @@ def reset_of_nobody(patch: Patch) -> None:
     patch.setattr(BatchCache, "reset", lambda self, rows: None)
 
 
+def base_shown_beyond_its_tokens(patch: Patch) -> None:
+    """What the base held before the tokens in the tail is seen beside them."""
+
+    def wrong(self: Tail, slots: int, last: mx.array) -> mx.array:
+        tail = self.starts[:, None] + mx.arange(self.width)
+        shape = len(tail), slots - self.width
+        base = mx.broadcast_to(mx.arange(shape[1]), shape)
+        return mx.concatenate([base, tail], axis=1)
+
+    patch.setattr(Tail, "held", wrong)
+
+
+def last_of_a_tail_lost(patch: Patch) -> None:
+    right = Tail.flushed
+
+    def wrong(self: Tail) -> Any:
+        arrays, slots = right(self)
+        return tuple(a[:, :, :-1] for a in arrays), slots[:, :-1]
+
+    patch.setattr(Tail, "flushed", wrong)
+
+
+def trims_stay_in_the_tail(patch: Patch) -> None:
+    # Columns below 0 would be memory of others.
+    slots, right = Tail.slots, Tail.trimmed
+    patch.setattr(Tail, "slots", lambda self, at: mx.maximum(slots(self, at), 0))
+    patch.setattr(Tail, "trimmed", lambda self, most, fewest: right(self, 0, 0) or self)
+
+
+TAIL = "linear-tail"
 LINEAR, RING, KEEP, CHUNKED = "linear", "ring", "ring-keep", "chunked"
 FAULTS = [
     (trim_one_too_few, LINEAR),
@@ -307,6 +352,10 @@ FAULTS = [
     (placed_rows_undo_as_before, RING),
     (reset_of_nobody, LINEAR),
     (reset_of_nobody, CHUNKED),
+    (base_shown_beyond_its_tokens, TAIL),
+    (last_of_a_tail_lost, TAIL),
+    (trims_stay_in_the_tail, TAIL),
+    (stale_key_visible, TAIL),
 ]
 
 

@@ -118,6 +118,12 @@ def test_copies_of_caches_that_are_not_written_in_place_count() -> None:
     none, held = flying(replace(shallow, in_place=True), own)
     assert flying(shallow, own)[0] - none == held[0]
     assert flying(replace(shallow, in_place=True), draft)[0] - none == 3 * held[1]
+    # A tail of 64 columns, and rows of fewer than 64 tokens in all, of 2048.
+    tails = replace(draft, tail=64, tail_from=64)
+    copied = flying(replace(shallow, in_place=True), tails)[0] - none
+    assert held[1] < copied < 1.4 * held[1]
+    always = replace(tails, tail_from=4096)
+    assert flying(replace(shallow, in_place=True), always)[0] - none == 4 * held[1]
     deep = flying(TARGET, own)[0]
     assert deep == flying(replace(TARGET, in_place=True), own)[0]
 

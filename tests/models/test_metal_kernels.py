@@ -19,8 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.llama import Attention as LlamaAttention
 
-from specdec import backend
-from specdec.cuda import gated_delta, proofs
+from specdec import EngineConfig, backend
+from specdec.cuda import gated_delta, proofs, split_attention
 from specdec.cuda.fused_linear import separated
 from specdec.metal import attention, few_rows, trial
 from specdec.metal.few_rows import FewRowsEmbedding, FewRowsLinear, Kind
@@ -34,11 +34,13 @@ from specdec.models.metal_kernels import (
     take_kernels,
 )
 from specdec.models.precision import cast, quantized_copy
+from specdec.models.runner import ModelRunner
 from specdec.utils.child import Child, ChildError
 from tests.cuda.emulation.cuda import emulated, needs_compiler
 from tests.cuda.test_gated_delta import HALF
 from tests.metal.emulation import metal_kernel
 from tests.models.architectures import build
+from tests.plain import BEHIND, METAL
 
 KIND = Kind(4, 32, mx.float32, 40, 64)
 
@@ -260,6 +262,8 @@ PACKED = attention.Form(64, 2, 1, mx.float32, 4, 32)
         ({"attention": ATTENTION.wire()}, attention, {1, 3}, {3}),
         ({"attention": PACKED.wire()}, attention, {1, 3}, {3}),
         ({"attention": ATTENTION.wire()}, attention, {1, 3}, set()),
+        ({"tail": ATTENTION.wire()}, attention, {1, 4}, {1, 4}),
+        ({"tail": ATTENTION.wire()}, attention, {1}, set()),
     ],
 )
 def test_a_trial_proves_and_times(
@@ -270,7 +274,7 @@ def test_a_trial_proves_and_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A kernel that has hung before would run again, unasked."""
-    for name, size in (("_MOST_PRODUCTS", 2), ("_LAYERS", 2), ("_COLUMNS", 40)):
+    for name, size in (("_MOST_PRODUCTS", 2), ("_LAYERS", 2), ("COLUMNS", 100)):
         monkeypatch.setattr(trial, name, size)
     monkeypatch.setattr(trial, "gated_delta_kernel", gated_delta_ops)
     monkeypatch.setattr(attention, "SPAN", 96)
@@ -319,6 +323,44 @@ def test_attention_uses_what_was_proven(
     model(mx.array([[4]]), cache=cache)
     assert calls == [3] * len(model.layers)
     assert type(separated(model).layers[0].self_attn) is LlamaAttention
+
+
+def test_tails_are_used_from_where_they_were_faster(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With four rows of 4096 tokens, and not with one; never on other backends."""
+    model = tiny_model("llama", seed=0, head_dim=64)
+    runner = ModelRunner(model, "draft", EngineConfig(), METAL)
+    assert runner.with_tails().options == runner.options
+    (form,) = metal_kernels.attention_of(model)
+    verdicts = metal_kernels._of_tail(form).verdicts
+    with cached_proofs():
+        proofs.keep(verdicts[1, 1], False)
+        proofs.keep(verdicts[4, 4], True)
+    options = runner.with_tails().options
+    assert (options.tail, options.tail_from) == (64, 4 * 4096)
+    take_kernels(model)  # what reads tails is not lost, nor found again
+    assert runner.with_tails().options == options
+    other = ModelRunner(model, "draft", EngineConfig(), BEHIND)
+    assert not other.with_tails().options.tail
+    monkeypatch.setenv(metal_kernels.SWITCH, "0")
+    assert not runner.with_tails().options.tail
+
+
+def test_a_tail_that_is_read_wrongly_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are compared before it is timed."""
+    monkeypatch.setattr(trial, "COLUMNS", 100)
+    right = split_attention.Split.attention
+
+    def wrong(*how: Any) -> mx.array:
+        return right(*how) * 1.1
+
+    monkeypatch.setattr(split_attention.Split, "attention", wrong)
+    asked = {"tail": ATTENTION.wire(), "rows": [1], "ours": True, "seconds": 1}
+    answer = trial.answer(asked)
+    assert "off by" in answer["fault"]
+    assert not answer["ours"]
+    assert answer["mlx"]
 
 
 def test_packed_keys_use_what_was_proven_for_them(

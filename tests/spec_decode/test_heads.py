@@ -24,7 +24,7 @@ from specdec.engine.profiler import draft_length, measure_forwards
 from specdec.memory import RowNeeds
 from specdec.memory.planning import plan_memory
 from specdec.model_names import named_draft
-from specdec.models import LoadedModel
+from specdec.models import LoadedModel, metal_kernels
 from specdec.models.compiled import CompiledForwards
 from specdec.models.draft_heads import load_head
 from specdec.models.runner import ModelRunner
@@ -84,6 +84,7 @@ HOW: dict[str, dict[str, Any]] = {
     "muse": {"windows": (7, 7)},
 }
 K = 3
+TAILS = replace(METAL, tail=8)
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +227,7 @@ class Noted:
     [
         *((name, BEHIND) for name in CONFIGS),
         *((name, AT_ONCE) for name in ("dflash", "eagle3", "peagle")),
+        *((name, TAILS) for name in ("dflash", "eagle3", "peagle")),
     ],
 )
 def test_proposals_are_those_of_a_plain_forward(
@@ -240,7 +242,9 @@ def test_proposals_are_those_of_a_plain_forward(
     Features of a wrong layer or position, a context that kept what was rejected, or
     one of another row, would show here; none of them changes what is emitted.
     """
+    monkeypatch.setattr(metal_kernels, "tail_from", lambda head: 24)
     drafter, weights = drafter_of(tmp_path, CONFIGS[name], lender, backend)
+    assert drafter.runner.options.tail == backend.tail
     check_proposals(name, drafter, weights, lender, backend, monkeypatch)
 
 
