@@ -45,6 +45,16 @@ def test_the_examples(
     assert any(shown in line for line in printed)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_what_examples_write_is_ignored_by_git(page: str) -> None:
+    """After a newcomer's first command, a checkout has no changes."""
+    text = (ROOT / page).read_text("utf-8")
+    written = re.findall(r"^specdec .*--out(?:put)? (\S+)", text, re.MULTILINE)
+    ignored = (ROOT / ".gitignore").read_text("utf-8").splitlines()
+    assert written
+    assert not [name for name in written if f"/{name}" not in ignored]
+
+
 def test_every_public_name_is_there() -> None:
     for name in specdec.__all__:
         assert getattr(specdec, name) is not None
