@@ -83,6 +83,10 @@ def test_what_is_clearly_faster_is_taken_and_remembered(
     with proofs.kept_in(kept):
         assert device.choose(("a", 8), usual=usual) is chosen
     assert device.timed == []
+    # Rank 0's choice stays, whatever this machine has found.
+    choices.take({"a 8": not chosen})
+    with proofs.kept_in(kept):
+        assert device.choose(("a", 8), usual=usual) is not chosen
 
 
 def test_what_cannot_be_run_is_not_chosen() -> None:

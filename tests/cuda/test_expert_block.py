@@ -70,6 +70,17 @@ def block_of(kind: Any, dtype: mx.Dtype = mx.float16, **options: Any) -> Model:
     return model
 
 
+@pytest.mark.parametrize("verdict", [None, True, False])
+def test_layers_are_the_block_s_until_it_fails(verdict: bool | None) -> None:
+    """Those of a block that will be proven are proven twice, or those of none never."""
+    model = block_of(KINDS[0])
+    form = expert_block.form_of(model.mlp)
+    if verdict is not None:
+        expert_block.proven.verdicts[form] = verdict
+    its_own = [] if verdict is False else [*model.mlp.switch_mlp.values()]
+    assert [*map(id, expert_block.layers_within(model))] == [*map(id, its_own)]
+
+
 def hidden(*shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:
     drawn = mx.random.normal((*shape, SIZE), key=mx.random.key(1))
     return drawn.astype(dtype)

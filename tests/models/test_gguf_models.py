@@ -17,7 +17,7 @@ from specdec import EngineConfig, SpecDecoder
 from specdec.models import load
 from specdec.models.gguf import config as gguf_config
 from specdec.models.gguf import load_gguf
-from specdec.models.gguf.config import build_config
+from specdec.models.gguf.config import build_config, is_tied
 from specdec.models.gguf.header import read_header
 from specdec.models.gguf.tensors import read_float
 from specdec.models.gguf.weights import packing_note
@@ -230,6 +230,21 @@ def test_one_matrix_written_twice_is_tied(kind: KIND, tmp_path: Path) -> None:
     loaded = load(str(path), dtype="float32")
     assert loaded.config["tie_word_embeddings"] is True
     assert "lm_head" not in loaded.model
+
+
+def test_equal_bytes_of_two_types_are_two_matrices(tmp_path: Path) -> None:
+    """A head in bfloat16 is read as an embedding in float16."""
+    model = random_model("qwen2")
+    weight = np.array(model.model.embed_tokens.weight)
+    kinds = {"token_embd.weight": KIND.F16, "output.weight": KIND.BF16}
+    path = write_model(
+        tmp_path / "m.gguf",
+        "qwen2",
+        model,
+        tensors={"token_embd.weight": 0 * weight, "output.weight": 0 * weight},
+        kinds=lambda name: kinds.get(name, KIND.F32),
+    )
+    assert not is_tied(read_header(path))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])

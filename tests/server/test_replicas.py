@@ -108,6 +108,8 @@ def test_a_block_counts_after_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -
     assert place.matching(blocks("a", "b", "d")) == 2
     assert place.matching(blocks("a", "d")) == 1
     assert place.matching(blocks("b", "a")) == 0
+    # What follows a block that was forgotten is useless.
+    assert place.matching([-1, *blocks("a", "b")]) == 0
     monkeypatch.setattr(routing, "_KEPT", 3)
     place.note(blocks("e", "f", "g", "h"))
     assert place.matching(blocks("e", "f", "g", "h")) == 3

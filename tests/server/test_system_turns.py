@@ -99,6 +99,10 @@ def test_nothing_of_a_system_turn_is_lost(tmp_path: Path) -> None:
     assert contents == ["A\n\nB", "c", "D", "e", "F", "g"]
     alone = turns_of(("user", f"<system>\nA\n\nB\n</system>\n\n{c}"))
     assert arranged(words["refuses"], turns) == alone + marked[2:]
+    # Whatever follows the text of a system turn is in its turn.
+    around = turns_of(("user", "a"), ("system", "B"), ("user", "c"), ("user", "d"))
+    whole = "a\n\n<system>\nB\n</system>\n\nc\n\nd"
+    assert arranged(words["first"], around) == turns_of(("user", whole))
     # Turns of the user that the client keeps apart stay apart.
     apart = turns_of(("user", "a"), ("user", "b"))
     assert arranged(words["hoists"], [*apart, turns[4], turns[5]])[0] == apart[0]

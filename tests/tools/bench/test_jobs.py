@@ -80,6 +80,8 @@ def test_lengths_are_the_same_in_every_run(tiny: Tiny) -> None:
     assert min(lengths) < 45
     assert max(lengths) > 243
     assert 135 < sum(lengths) / 64 < 153
+    few = requests_of(prompts, tiny("max_tokens=9", "least_tokens=5"), 32)
+    assert {r.max_tokens for r in few} == {5, 6, 7, 8, 9}
     # A prompt has its length in every job.
     by_prompt = {tuple(r.prompt): r.max_tokens for r in all_}
     assert all(by_prompt[tuple(r.prompt)] == r.max_tokens for r in one)
