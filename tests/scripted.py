@@ -18,10 +18,10 @@ class Script:
         self.states: list[BatchState] = []
         self.asked: list[BatchState] = []
 
-    def unmeasured(self, num_rows: int) -> int:
+    def unmeasured(self, num_rows: int, context: int = 0) -> int:
         return 0
 
-    def measure(self, num_rows: int) -> None:
+    def measure(self, num_rows: int, context: int = 0) -> None:
         raise AssertionError(num_rows)
 
     def may_pay(self, state: BatchState) -> bool:

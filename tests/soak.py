@@ -268,7 +268,7 @@ class ByTheBook(AutoLength):
             forwards=self.measured,
         )
 
-    def measured(self, num_rows: int) -> Forwards:
+    def measured(self, num_rows: int, *, context: int) -> Forwards:
         plain = 1 + 0.1 * num_rows
         verify = {s: plain * (1 + self.per_token * (s - 1)) for s in (1, 2, 5, 9)}
         return Forwards(num_rows, verify, self.per_step * plain)

@@ -488,6 +488,12 @@ class CacheCore:
         if self.ring is not None:
             self.ring.write(num_tokens, longest)
 
+    def skip(self, num_tokens: int) -> None:
+        """Let rows that were written to have ``num_tokens`` more, of zeros."""
+        longest = self._measure_longest() + num_tokens
+        self._storage.grow(self._capacity_for(longest))
+        self._advance(num_tokens, longest)
+
     def keys_and_values(self) -> tuple[Any, Any]:
         """What attention reads, without writing (layers that share keys use it)."""
         if (tail := self._storage.tail) and tail.arrays:

@@ -36,7 +36,7 @@ class BatchCacheList:
 
     note_lengths = _each("note_lengths")
     trim_per_sequence = _each("trim_per_sequence")
-    resize, checkpoint = _each("resize"), _each("checkpoint")
+    resize, checkpoint, skip = _each("resize"), _each("checkpoint"), _each("skip")
     prepare, finalize = _each("prepare"), _each("finalize")
     filter, reset = _each("filter"), _each("reset")
     clean, make_finite = _each("clean"), _each("make_finite")

@@ -170,6 +170,12 @@ class BatchRecurrentCache(BatchCache):
         self._settle()
         self._begin(spans=True)
 
+    def skip(self, num_tokens: int) -> None:
+        """As in the base class; states stay."""
+        self._settle()
+        super().skip(num_tokens)
+        self._begin()
+
     def _begin(self, *, spans: bool = False) -> None:
         """Remember the states before the next write; ``spans``: the next writes."""
         self._before: Slots = self._slots

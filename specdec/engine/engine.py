@@ -347,7 +347,7 @@ class Engine:
                 first = self._scheduler.first.params
                 self._rehearse(self._scheduler.together(), [first])
                 self.stats.warmup_seconds += self._lap()
-            self._choice.prepare(self._scheduler.together())
+            self._choice.prepare(*self._scheduler.next_batch())
             self.stats.calibration_seconds += self._lap()
         requests = self._scheduler.admit(running)
         if not requests:
@@ -470,7 +470,8 @@ class Engine:
         room = [k * s.drafts for s in running] + [k] * len(requests)
         tokens = sum(s.remaining for s in rows) / n
         prompts = sum(len(s.prompt_tokens) for s in requests) // n
-        return self._choice.may_pay(BatchState(n, room, tokens, prompts))
+        state = BatchState(n, room, tokens, prompts, context=prompts)
+        return self._choice.may_pay(state)
 
     def _decode(self) -> bool:
         """Hand a round of the running rows to the device, if they need another.

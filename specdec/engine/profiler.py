@@ -137,10 +137,14 @@ def measure_forwards(
     num_rows: int,
     *,
     max_draft_tokens: int,
+    context: int = 0,
     budget_seconds: float = BUDGET_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Forwards:
     """Time a plain step, a draft step, and verify forwards of more tokens.
+
+    With a ``context``, the target's forwards are timed once more with so many tokens in
+    every row, as far as the budget allows. They are zeros, which are read as others.
 
     All tokens differ, so that experts are spread as in rounds. Each forward runs until
     it no longer compiles anything. Then all are timed as rounds run, in several sweeps,
@@ -154,7 +158,10 @@ def measure_forwards(
     widest = max_draft_tokens + 1
     # Without prompts, nothing is looked up in the prefix store, or kept there.
     rows = target.rows(
-        [()] * num_rows, max_round=widest, max_length=4 * widest, single_stays=True
+        [()] * num_rows,
+        max_round=widest,
+        max_length=context + 4 * widest,
+        single_stays=True,
     )
     for _ in rows.prefill():
         mx.synchronize()
@@ -201,6 +208,14 @@ def measure_forwards(
             {what: watch.again(run, seconds[what]) for what, run in runs.items()}
             for _ in range(SWEEPS)
         ]
+        longer = dict[int, float]()
+        if context:
+            rows.skip(context)
+            for s in sorted(s for s in runs if s > 0):
+                if s == 1 or not watch.late(4 * seconds[s]):
+                    known = watch.settled(runs[s], 2 * seconds[s])
+                    times = [watch.again(runs[s], known) for _ in range(SWEEPS // 2)]
+                    longer[s] = min(times)
     except Exception as error:  # a user's drafter may raise anything
         raise as_drafter_error(error, drafter) from error
     seconds = {what: min(sweep[what] for sweep in sweeps) for what in runs}
@@ -213,7 +228,16 @@ def measure_forwards(
         once = max(0.0, min(one, several) - step)
     pairs = itertools.combinations(sorted(seconds), 2)
     fall = max((seconds[n] / max(seconds[m], 1e-9) for n, m in pairs), default=0.0)
-    return Forwards(num_rows, without_noise(seconds), step, once, busy, fall)
+    return Forwards(
+        num_rows,
+        without_noise(seconds),
+        step,
+        once,
+        busy,
+        fall,
+        context,
+        without_noise(longer),
+    )
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:

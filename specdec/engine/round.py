@@ -108,14 +108,19 @@ class DraftChoice:
     def _decided(self, what: str, make: Callable[[], T]) -> T:
         return make() if self.ranks is None else self.ranks.decide(what, make)
 
-    def prepare(self, num_rows: int) -> None:
-        """Measure what the policy wants to know, before ``num_rows`` rows begin."""
+    def prepare(self, num_rows: int, context: int) -> None:
+        """Measure what the policy wants to know, before ``num_rows`` rows begin.
+
+        Args:
+            context: tokens of a prompt, on average.
+        """
         if self.policy is None or self.guard.error is not None:
             return
-        rows = self._decided("measure", partial(self.policy.unmeasured, num_rows))
+        unmeasured = partial(self.policy.unmeasured, num_rows, context)
+        rows = self._decided("measure", unmeasured)
         if rows:
             try:
-                self.policy.measure(rows)
+                self.policy.measure(rows, context)
             except DrafterError as error:  # its steps are timed there
                 self.guard.fail(error, self.policy)
 
@@ -332,11 +337,13 @@ class Rounds:
         rests, drafts = drafts and rests, drafts and not rests
         limits, left, needed, exact = list[int](), dict[int, int](), False, True
         lasts = 0.0  # rounds for which a row may be drafted for as much as now
+        held = 0
         for s in self.slots:
             if s is None or s.finish_reason is not None:
                 limits.append(-1)
                 continue
             left[s.number] = remaining = s.remaining
+            held += s.length
             rounds, least, longest = self._bounds(s)
             surely = remaining - rounds  # each brings the row a token or more
             needed = needed or surely > 0
@@ -371,6 +378,7 @@ class Rounds:
                 self._draft.backlog,
                 [f.num_draft_tokens for f in flying if not f.first],
                 {} if self.expected else left,
+                context=held / len(room),
             )
             k = self._choice.choose(state)
             if not k and self._idle % ASKS == 0:

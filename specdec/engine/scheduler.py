@@ -156,6 +156,12 @@ class Scheduler:
         """How many of the first waiting requests could decode together if none ran."""
         return self._number_fitting([], list(islice(self._waiting, self.batch_size)))
 
+    def next_batch(self) -> tuple[int, int]:
+        """:meth:`together`, and the tokens of these prompts, on average."""
+        count = self.together()
+        prompts = [len(r.prompt_tokens) for r in islice(self._waiting, count)]
+        return count, sum(prompts) // max(1, count)
+
     def _number_fitting(
         self, running: Sequence[Request], rows: Sequence[Request]
     ) -> int:

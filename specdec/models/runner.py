@@ -712,6 +712,11 @@ class ModelRows:
         for cache in self._caches:
             cache.checkpoint()
 
+    def skip(self, num_tokens: int) -> None:
+        """Let rows that were written to have ``num_tokens`` more, of zeros."""
+        for cache in self._caches:
+            cache.skip(num_tokens)
+
     def fits(self, num_tokens: int) -> bool:
         """Whether every row has room for ``num_tokens`` more tokens."""
         # Ask every cache: each may learn its rows' lengths when it is asked.

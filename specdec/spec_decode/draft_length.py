@@ -80,6 +80,8 @@ NOISE, PACE, UNSURE = 0.08, 0.06, 0.2
 # A logarithm of times: a larger error is no noise. Forwards that were timed on a busy
 # machine may be as wrong.
 GROSS = 0.3
+# A context of fewer tokens is not timed. Costs are those of whole bands of tokens.
+LONG, BAND = 1024, 512
 # A round shows what it takes to catch up with so many tokens, for so many rounds.
 SHOWN, FORGOTTEN = 16, 4096
 # The accepted tokens that "this row is like the others" is worth.
@@ -102,6 +104,7 @@ class BatchState:
         left: tokens that each running row may still emit, by the row's number; empty
             if requests wait for a row.
         rests: rounds for which the drafter would only follow the rows.
+        context: tokens that a running row has, on average.
     """
 
     num_rows: int
@@ -111,6 +114,7 @@ class BatchState:
     in_flight: Sequence[int] = ()
     left: Mapping[int, int] = field(default_factory=dict)
     rests: int = 0
+    context: float = 0.0
 
 
 class DraftLength(Protocol):
@@ -120,11 +124,15 @@ class DraftLength(Protocol):
     def max_draft_tokens(self) -> int:
         """The largest k that it ever chooses."""
 
-    def unmeasured(self, num_rows: int) -> int:
-        """How many rows to measure with, before as many begin; 0: nothing is needed."""
+    def unmeasured(self, num_rows: int, context: int = 0) -> int:
+        """How many rows to measure with, before as many begin; 0: nothing is needed.
 
-    def measure(self, num_rows: int) -> None:
-        """Measure forwards of ``num_rows``.
+        Args:
+            context: tokens of a prompt, on average.
+        """
+
+    def measure(self, num_rows: int, context: int = 0) -> None:
+        """Measure forwards of ``num_rows``, and of rows with such a context.
 
         Raises:
             DrafterError: the drafter has failed.
@@ -364,6 +372,8 @@ class Forwards:
         busy: other work ran on the machine meanwhile.
         fall: the largest ratio of the times of a forward and of one of more tokens,
             before ``verify`` was corrected; above 1, it is noise.
+        context: tokens that each row had in some more forwards; 0: there were none.
+        longer: by S, the times of these.
     """
 
     num_rows: int
@@ -372,6 +382,8 @@ class Forwards:
     draft_once: float = 0.0
     busy: bool = False
     fall: float = 0.0
+    context: int = 0
+    longer: Mapping[int, float] = field(default_factory=dict)
 
 
 class ForwardCosts:
@@ -380,13 +392,20 @@ class ForwardCosts:
     They are linear in the tokens between and beyond the measured numbers. At a batch
     size that was not measured, they are linear in B * S over all measured sizes, and a
     draft step grows with the target's.
+
+    With a context, a round takes longer by what reading the context takes, which is
+    linear in its tokens. A draft step grows as much as a plain one.
+
+    Attributes:
+        context: tokens that rows have, on average.
     """
 
     def __init__(self, measured: Iterable[Forwards] = ()):
         self._by_rows = {each.num_rows: each for each in measured}
-        # By rows, the measurement of the nearest number; by (rows, k), seconds.
+        # By rows, the nearest measurement; by rows, k and context, seconds.
         self._nearest: dict[int, Forwards] = {}
-        self._rounds: dict[tuple[int, int], float] = {}
+        self._rounds: dict[tuple[int, int, int], float] = {}
+        self.context = 0
 
     def add(self, forwards: Forwards) -> None:
         """Add a measurement; it replaces one of the same batch size."""
@@ -399,9 +418,12 @@ class ForwardCosts:
         """The measurements, smallest batch first."""
         return [self._by_rows[b] for b in sorted(self._by_rows)]
 
-    def covers(self, num_rows: int) -> bool:
-        """Whether a batch size near enough was measured."""
-        return any(2 / 3 <= b / num_rows <= 1.5 for b in self._by_rows)
+    def covers(self, num_rows: int, context: int = 0) -> bool:
+        """Whether a near batch size was measured, with a context if it is long."""
+        return any(
+            2 / 3 <= b / num_rows <= 1.5 and (context < LONG or f.context)
+            for b, f in self._by_rows.items()
+        )
 
     def verify(self, num_rows: int, num_tokens: int) -> float:
         """Seconds of a forward of the target of shape (num_rows, num_tokens)."""
@@ -447,11 +469,27 @@ class ForwardCosts:
 
     def round(self, num_rows: int, k: int) -> float:
         """Seconds of a round: drafting k tokens, and a verify forward of k + 1."""
-        seconds = self._rounds.get((num_rows, k))
+        key = num_rows, k, self.context // BAND
+        seconds = self._rounds.get(key)
         if seconds is None:
-            seconds = self.drafting(num_rows, k) + self.verify(num_rows, k + 1)
-            self._rounds[num_rows, k] = seconds = max(1e-7, seconds)
+            plain = self.verify(num_rows, 1)
+            grown = 1 + self._reading(num_rows, 1) / max(plain, 1e-9)
+            seconds = grown * self.drafting(num_rows, k) + self.verify(num_rows, k + 1)
+            seconds += self._reading(num_rows, k + 1)
+            self._rounds[key] = seconds = max(1e-7, seconds)
         return seconds
+
+    def _reading(self, num_rows: int, num_tokens: int) -> float:
+        """Seconds that the context adds to a forward of the target."""
+        known = [f for f in self._by_rows.values() if f.longer and f.context]
+        if not known or self.context < BAND:
+            return 0.0
+        near = min(known, key=lambda f: abs(log2(f.num_rows / num_rows)))
+        rows, longer = near.num_rows, near.longer
+        each = {s: max(0.0, t - self.verify(rows, s)) for s, t in longer.items()}
+        share = num_rows * (self.context // BAND * BAND) / near.context / rows
+        # If one width was timed, wider forwards are taken to read as much.
+        return share * _interpolated({2: each[1], **each}, num_tokens)
 
     def catch_up(self, num_rows: int, num_tokens: int) -> float:
         """Seconds for a drafter to take in ``num_tokens`` of each row at once.
@@ -559,12 +597,12 @@ class RoundCosts:
         # Rounds contradict forwards that another process has measured.
         self._wrong = False
 
-    def covers(self, num_rows: int) -> bool:
+    def covers(self, num_rows: int, context: int = 0) -> bool:
         """Whether forwards need no measurement: known ones are near, and not busy."""
         known, busy = self.forwards.measured, self.seem_busy()
         here = self.measured
         good = [f for f in known if f.num_rows in here or not (busy or f.busy)]
-        return ForwardCosts(good).covers(num_rows)
+        return ForwardCosts(good).covers(num_rows, context)
 
     def add(self, forwards: Forwards) -> None:
         """Take in forwards that this process has measured."""
@@ -814,7 +852,8 @@ class AutoLength:
         acceptance: what is known of the draft.
         ladder: the values of k to choose from, besides the largest.
         max_draft_tokens: the largest k.
-        forwards: measures forwards at a batch size, before its first round.
+        forwards: measures forwards at a batch size, before its first round, and with
+            ``context`` tokens in every row.
         measured_rows: the number of rows to measure with; ``None``: as many as the
             batch has.
         save: saves what was learnt, see :meth:`CostStore.save`; called now and then.
@@ -827,7 +866,7 @@ class AutoLength:
         *,
         ladder: Sequence[int] = LADDER,
         max_draft_tokens: int = LADDER[-1],
-        forwards: Callable[[int], Forwards] | None = None,
+        forwards: Callable[..., Forwards] | None = None,
         measured_rows: int | None = None,
         save: Callable[[RoundCosts, Acceptance, bool], None] | None = None,
     ):
@@ -882,17 +921,19 @@ class AutoLength:
             source = self.costs.source(num_rows, some, near=near)
             return text if source is None else f"{text} by {source}"
 
-    def unmeasured(self, num_rows: int) -> int:
+    def unmeasured(self, num_rows: int, context: int = 0) -> int:
         """``num_rows``, or 0 if the forwards known are good enough."""
         rows = self._measured_rows or num_rows
         with self._lock:
-            return 0 if self._forwards is None or self.costs.covers(rows) else rows
+            known = self._forwards is None or self.costs.covers(rows, context)
+            return 0 if known else rows
 
-    def measure(self, num_rows: int) -> None:
+    def measure(self, num_rows: int, context: int = 0) -> None:
         """Measure forwards of ``num_rows``, and save them."""
         assert self._forwards is not None
         with self._lock:
-            self.costs.add(self._forwards(num_rows))
+            context = context if context >= LONG else 0
+            self.costs.add(self._forwards(num_rows, context=context))
             self._keep(waits=True)
 
     def _keep(self, *, waits: bool) -> None:
@@ -902,6 +943,7 @@ class AutoLength:
     def choose(self, state: BatchState) -> int:
         """k of the next round."""
         with self._lock:
+            self.costs.forwards.context = int(state.context)
             ks = self._ks(state)
             # A plain round comes first: costs are relative to it.
             if len(ks) == 1 or not self.costs.paced:
@@ -1083,6 +1125,7 @@ class AutoLength:
         Prompts that cost next to nothing are worth it wherever a draft could pay.
         """
         with self._lock:
+            self.costs.forwards.context = int(state.context)
             ks = self._ks(state)
             # `choose` weighs what a new shape costs; later rows use it too.
             once = self.costs.prefill(state.num_rows, state.backlog)
@@ -1174,7 +1217,7 @@ class CostStore:
 
     def __init__(self, path: Path | None = None):
         self.path = path or cache_path("costs.json")
-        self._entries = CachedEntries(self.path, "costs", version=8, most=64)
+        self._entries = CachedEntries(self.path, "costs", version=9, most=64)
 
     def load(
         self, key: str, *, new_shape: float = 0.0, join_rounds: int = 0
@@ -1194,10 +1237,16 @@ class CostStore:
                     _number(f["draft_step"], 0.0),
                     _number(f["draft_once"], 0.0),
                     bool(f["busy"]),
+                    context=_number(f["context"], 0, 1e9, int),
+                    longer={
+                        _number(s, 1, 1e6, int): _number(t, 1e-9)
+                        for s, t in f["longer"]
+                    },
                 )
                 for f in entry["forwards"]
             ]
-            if not all(1 in f.verify for f in forwards):
+            times = [t for f in forwards for t in (f.verify, f.longer or f.verify)]
+            if not all(1 in t for t in times):
                 raise ValueError("a plain step is missing")
             excess = {
                 (_number(b, 1, 1e6, int), _number(k, 0, 1e6, int)): _number(x, -50, 50)
@@ -1225,6 +1274,8 @@ class CostStore:
                     "draft_step": f.draft_step,
                     "draft_once": f.draft_once,
                     "busy": f.busy or costs.seem_busy(),
+                    "context": f.context,
+                    "longer": [[s, f.longer[s]] for s in sorted(f.longer)],
                 }
                 for f in costs.forwards.measured
             ],

@@ -26,7 +26,7 @@ from specdec.engine.profiler import (
     measure_forwards,
     without_noise,
 )
-from specdec.models.runner import ModelRunner
+from specdec.models.runner import ModelRows, ModelRunner
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel, DraftRows, NgramDrafter, Proposals, Round
 from specdec.spec_decode import draft_model as draft_model
@@ -39,6 +39,7 @@ from specdec.spec_decode.draft_length import (
     RoundTiming,
 )
 from specdec.spec_decode.draft_model import Backlog
+from tests.models.architectures import build
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, VOCAB, drafts_of, exact
 from tests.scripted import Script
 
@@ -279,6 +280,48 @@ def test_forwards_are_measured(target: Any, other: Any, kind: str) -> None:
     assert set(forwards.verify) <= {1, 2, 5}
     assert all(seconds > 0 for seconds in forwards.verify.values())
     assert forwards.draft_step > 0
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_forwards_are_measured_with_a_context(
+    other: Any, kind: str, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all rows, with windows and recurrent layers, too."""
+    runner = ModelRunner(build(kind), "target", EngineConfig(), backend)
+    seen, forward = list[tuple[int, Any]](), ModelRows.forward
+
+    def noted(rows: ModelRows, tokens: mx.array) -> mx.array:
+        logits = forward(rows, tokens)
+        if rows.runner is runner:
+            seen.append((tokens.shape[1], rows.offset.tolist()))
+        return logits
+
+    monkeypatch.setattr(ModelRows, "forward", noted)
+    options: Any = {"max_draft_tokens": 4, "budget_seconds": 1000}
+    forwards = measure_forwards(runner, NgramDrafter(), 2, context=1500, **options)
+    assert forwards.context == 1500
+    assert {*forwards.longer} == {*forwards.verify} == {1, 2, 5}
+    assert all(seconds > 0 for seconds in forwards.longer.values())
+    long = [(width, each) for width, each in seen if min(each) >= 1500]
+    assert {width for width, _ in long} == set(forwards.longer)
+    assert all(each == [1500 + width] * 2 for width, each in long)
+    assert not measure_forwards(runner, NgramDrafter(), 2, **options).longer
+
+
+def test_prompts_say_which_context_is_measured(
+    target: Any, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[int, int]]()
+
+    class Noted(Script):
+        def unmeasured(self, num_rows: int, context: int = 0) -> int:
+            asked.append((num_rows, context))
+            return 0
+
+    prompts = [[1] * n for n in (10, 20, 30, 7, 7)]
+    exact(target, other, prompts, [3] * 5, batch_size=3, length=Noted(lambda _: 1))
+    assert asked[0] == (3, 20)
 
 
 def test_verify_forwards_are_measured_with_experts_spread(

@@ -183,10 +183,10 @@ def test_what_mlx_keeps_for_reuse_is_freed_only_if_it_is_much(
 class Measuring(Script):
     """Takes a hundred seconds before the first round."""
 
-    def unmeasured(self, num_rows: int) -> int:
+    def unmeasured(self, num_rows: int, context: int = 0) -> int:
         return num_rows
 
-    def measure(self, num_rows: int) -> None:
+    def measure(self, num_rows: int, context: int = 0) -> None:
         for _ in range(99):
             time.perf_counter()
 

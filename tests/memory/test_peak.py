@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -329,7 +330,7 @@ def test_measuring_costs_stays_within_the_plan(
     drafter = DraftModel(other, vocab_size=runner.vocab_size, max_draft_tokens=k)
     length = AutoLength(
         RoundCosts(ForwardCosts()),
-        forwards=lambda n: measure_forwards(runner, drafter, n, max_draft_tokens=k),
+        forwards=partial(measure_forwards, runner, drafter, max_draft_tokens=k),
         measured_rows=1 if switches.costs_by_token else None,
     )
     peak, plan = measure(target, draft, config, requests, length=length)

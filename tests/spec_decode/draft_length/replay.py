@@ -53,6 +53,7 @@ class Job:
         absorb: milliseconds more of a prefill whose rows are drafted for.
         join_rounds: free rows wait for each other, as :class:`Scheduler` has them wait.
         alike: all requests have as many tokens.
+        context: tokens of every row, as the policy is told.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Job:
     absorb: float = 0.0
     join_rounds: int = 0
     alike: bool = False
+    context: int = 0
 
     @cached_property
     def most(self) -> int:
@@ -131,6 +133,7 @@ class Job:
                     [*room.values(), *[self.most] * free],
                     (sum(left.values()) + free * self.tokens) / (len(left) + free),
                     60,
+                    context=self.context,
                 )
                 drafts = (plain < IDLE and any(room.values())) or length.may_pay(state)
                 for _ in range(free):
@@ -150,7 +153,7 @@ class Job:
                 flying = [p.num_draft_tokens for p in pending]
                 state = BatchState(
                     slots, rooms, sum(left.values()) / len(left), backlog,
-                    flying, {} if waiting else dict(left),
+                    flying, {} if waiting else dict(left), context=self.context,
                 )  # fmt: skip
                 k = length.choose(state)
             if rng.random() < 1 / 40:

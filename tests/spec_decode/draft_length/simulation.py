@@ -47,7 +47,12 @@ class Costs:
         return self.draft * more
 
     def measured(
-        self, num_rows: int, *, draft: float = 1.0, verify: float = 1.0
+        self,
+        num_rows: int,
+        *,
+        draft: float = 1.0,
+        verify: float = 1.0,
+        context: int = 0,
     ) -> Forwards:
         """Forwards as they would be measured, or wrongly by a factor."""
         plain = self.verify(num_rows, 1)

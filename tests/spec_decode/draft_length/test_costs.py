@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from specdec.spec_decode.draft_length import (
+    AutoLength,
     ForwardCosts,
     Forwards,
     RoundCosts,
@@ -36,6 +38,49 @@ def test_a_slower_measurement_of_fewer_tokens_makes_none_cheaper() -> None:
 def test_near_batch_sizes_are_covered() -> None:
     costs = ForwardCosts([CPU.measured(8)])
     assert [b for b in range(1, 20) if costs.covers(b)] == [6, 7, 8, 9, 10, 11, 12]
+
+
+def test_a_context_adds_to_every_round_what_reading_it_takes() -> None:
+    """Catches a context that is charged to k, and one that is thought to be free."""
+    plain = Forwards(4, {1: 1.0, 2: 1.1, 5: 1.4}, 0.1)
+    even = replace(plain, context=2048, longer={1: 1.5, 2: 1.6, 5: 1.9})
+    steep = replace(plain, context=2048, longer={1: 1.5, 2: 1.7, 5: 2.4})
+    alone = replace(plain, context=2048, longer={1: 1.5})
+    for measured, read_by_5 in ((even, 0.5), (steep, 1.0), (alone, 0.5)):
+        costs = ForwardCosts([measured])
+        assert costs.round(4, 0) == 1.0
+        assert costs.round(4, 4) == pytest.approx(1.8)
+        for rows, tokens in ((4, 2048), (4, 8192), (2, 4096)):
+            costs.context = 0
+            step, wide = costs.drafting(rows, 4), costs.verify(rows, 5)
+            once, costs.context = costs.verify(rows, 1), tokens
+            share = rows * tokens / (4 * 2048)
+            assert costs.round(rows, 0) == pytest.approx(once + 0.5 * share)
+            drafting = step * (1 + 0.5 * share / once)
+            assert costs.round(rows, 4) == pytest.approx(
+                drafting + wide + read_by_5 * share
+            )
+    costs = ForwardCosts([plain])
+    costs.context = 8192  # nothing is known of it
+    assert costs.round(4, 4) == pytest.approx(1.8)
+
+
+def test_long_prompts_are_measured_with_a_context() -> None:
+    plain = Forwards(4, {1: 1.0}, 0.1)
+    known = replace(plain, context=2048, longer={1: 1.5})
+    assert [ForwardCosts([plain]).covers(4, n) for n in (0, 1000, 2000)] == [1, 1, 0]
+    assert ForwardCosts([known]).covers(4, 30_000)
+    asked: list[tuple[int, int]] = []
+
+    def measure(rows: int, *, context: int) -> Forwards:
+        asked.append((rows, context))
+        return replace(known, num_rows=rows) if context else plain
+
+    length = AutoLength(RoundCosts(ForwardCosts()), forwards=measure)
+    for tokens in (500, 700, 3000, 9000):
+        if rows := length.unmeasured(4, tokens):
+            length.measure(rows, tokens)
+    assert asked == [(4, 0), (4, 3000)]
 
 
 def observe(

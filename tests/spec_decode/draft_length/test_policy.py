@@ -373,7 +373,7 @@ def test_costs_are_measured_once_per_batch_size() -> None:
     saved: list[tuple[int, bool]] = []
     cost = gpu(0.2)
 
-    def measure(num_rows: int):  # type: ignore[no-untyped-def]
+    def measure(num_rows: int, **how: int):  # type: ignore[no-untyped-def]
         measured.append(num_rows)
         return cost.measured(num_rows)
 
@@ -393,7 +393,7 @@ def test_costs_are_measured_once_per_batch_size() -> None:
 def test_costs_of_one_row_may_stand_for_all() -> None:
     measured: list[int] = []
 
-    def measure(num_rows: int):  # type: ignore[no-untyped-def]
+    def measure(num_rows: int, **how: int):  # type: ignore[no-untyped-def]
         measured.append(num_rows)
         return cpu(0.2).measured(num_rows)
 
@@ -536,7 +536,9 @@ def test_forwards_measured_on_a_busy_machine_are_measured_again(
         for expected in (1, int(busy)):
             measured = []
 
-            def measure(rows: int, forwards: Forwards = forwards) -> Forwards:
+            def measure(
+                rows: int, forwards: Forwards = forwards, **how: int
+            ) -> Forwards:
                 measured.append(rows)  # noqa: B023
                 return forwards
 

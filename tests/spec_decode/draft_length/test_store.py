@@ -19,9 +19,11 @@ from specdec.spec_decode.draft_length import (
     RoundTiming,
 )
 
-VERSION, MOST_ENTRIES = 8, 64
+VERSION, MOST_ENTRIES = 9, 64
 
-FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02, 0.03)
+FORWARDS = Forwards(
+    8, {1: 0.1, 2: 0.15}, 0.02, 0.03, context=2048, longer={1: 0.2, 2: 0.3}
+)
 
 
 def costs() -> RoundCosts:
@@ -59,6 +61,8 @@ ENTRY = {
             "draft_step": 0.1,
             "draft_once": 0,
             "busy": False,
+            "context": 2048,
+            "longer": [[1, 0.1]],
         }
     ],
     "excess": [[8, 2, 0.1]],
@@ -95,7 +99,9 @@ def test_an_entry_is_read(tmp_path: Path) -> None:
         kept({**ENTRY, "acceptance": [1.5]}),
         kept(ENTRY).replace("0.1]", "-1]"),
         kept(ENTRY).replace("0.1]", "NaN]"),
-        kept(ENTRY).replace("[[1,", "[[2,"),
+        kept(ENTRY).replace("[[1,", "[[2,", 1),
+        kept(ENTRY).replace('"longer": [[1,', '"longer": [[2,'),
+        kept(ENTRY).replace("2048", "-1"),
     ],
 )
 def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
