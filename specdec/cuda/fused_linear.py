@@ -106,6 +106,15 @@ class _Product:
         """Whether its layers are no longer joined, for good."""
         return self._wasted >= _PATIENCE
 
+    def serves(self, layers: Sequence[Any]) -> bool:
+        """Whether it is the product of all these layers, and of no others."""
+        own = (vars(layer).get("_product") is self for layer in layers)
+        return (
+            len(layers) == len(self._views)
+            and all(own)
+            and all(self.lends(layer._index, layer) for layer in layers)
+        )
+
     def whole(self, x: mx.array) -> mx.array:
         """The whole product, (..., N)."""
         whole = self._whole
@@ -200,6 +209,14 @@ def join_products(model: nn.Module) -> None:
         if parts := _stackable(module):
             vars(module)["_stacked"] = Stacked(parts)
             mx.clear_cache()
+
+
+def joined(x: mx.array, layers: Sequence[Any]) -> mx.array | None:
+    """One product of x (..., K) with layers that share it, (..., N), if they do."""
+    product: _Product | None = vars(layers[0]).get("_product")
+    if product is None or not product.serves(layers):
+        return None
+    return None if layers[0].training else product.whole(x)
 
 
 class Stacked:

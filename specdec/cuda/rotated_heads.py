@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from math import log2
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .attention_patch import attend, size_of
+from .fused_linear import joined
 from .kernels import TYPES, cuda_kernel
 from .modules import derived, modules_of
 from .proofs import Proofs, close
@@ -43,14 +45,26 @@ MOST_SIZE = 256
 SOURCE = """
   constexpr int EACH = D / 32, APART = HALF / 32;
   const int B = q_shape[0], S = q_shape[1], lane = threadIdx.x;
-  const int all = H + KV, head = blockIdx.x % all;
+  const int all = WHOLE ? H + 2 * KV : H + KV, head = blockIdx.x % all;
   const int token = blockIdx.x / all % S, row = blockIdx.x / all / S;
-  const bool of_query = head < H;
+  const bool of_query = head < H, of_value = head >= H + KV;
   auto rounded = [](float v) { return static_cast<float>(static_cast<T>(v)); };
-  const T* from = of_query
+  const T* from = WHOLE
+      ? q + row * q_strides[0] + token * q_strides[1] + head * D * q_strides[2]
+      : of_query
       ? q + row * q_strides[0] + token * q_strides[1] + head * q_strides[2]
       : k + row * k_strides[0] + token * k_strides[1] + (head - H) * k_strides[2];
-  const size_t step = of_query ? q_strides[3] : k_strides[3];
+  const size_t step = WHOLE ? q_strides[2] : of_query ? q_strides[3] : k_strides[3];
+  // All queries lie before all keys, and these before all values: (B, H, S, D) each.
+  const int first = of_query ? 0 : of_value ? H + KV : H, count = of_query ? H : KV;
+  const size_t place = (static_cast<size_t>(B) * first +
+                        static_cast<size_t>(row) * count + head - first) * S;
+  if (of_value) {
+    #pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      out[(place + token) * D + i * 32 + lane] = from[(i * 32 + lane) * step];
+    return;
+  }
   auto place_of = [&](int i) {
     if (!PAIRS || i >= 2 * APART) return i * 32 + lane;
     return 2 * (i % APART * 32 + lane) + i / APART;
@@ -81,10 +95,6 @@ SOURCE = """
     x[i] = first * c - second * s;
     x[i + APART] = first * s + second * c;
   }
-  // All queries lie before all keys: (B, H, S, D), then (B, KV, S, D).
-  const size_t place = of_query ? (static_cast<size_t>(row) * H + head) * S
-                                : (static_cast<size_t>(B) * H +
-                                   static_cast<size_t>(row) * KV + head - H) * S;
   #pragma unroll
   for (int i = 0; i < EACH; ++i)
     out[(place + token) * D + place_of(i)] = static_cast<T>(x[i]);
@@ -112,6 +122,11 @@ class Form(NamedTuple):
     scale: float
     base: float
     traditional: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's queries, keys and values."""
+        return (self.heads + 2 * self.key_heads) * self.size
 
     @property
     def known(self) -> bool:
@@ -142,48 +157,52 @@ def _kernel(dtype: mx.Dtype, eps: float | None, scale: float, base: float) -> An
 def rotated(
     form: Form,
     q: mx.array,
-    k: mx.array,
+    k: mx.array | None,
     norms: Sequence[mx.array],
     offset: mx.array,
-) -> tuple[mx.array, mx.array]:
+) -> list[mx.array]:
     """Queries and keys, normed and rotated.
 
     Args:
-        q, k: shape (B, S, H, D) and (B, S, KV, D).
+        q, k: shape (B, S, H, D) and (B, S, KV, D). Without ``k``, ``q`` has queries,
+            keys and values: (B, S, (H + 2 KV) D).
         norms: weights of the norms of queries and keys, shape (D,) each, if any.
         offset: the position of each row's first token, shape (B,), int32.
 
     Returns:
-        Shape (B, H, S, D) and (B, KV, S, D).
+        Shape (B, H, S, D), (B, KV, S, D) and, without ``k``, values as they are,
+        (B, KV, S, D).
     """
-    rows, tokens, heads, size = q.shape
-    key_heads = form.key_heads
+    rows, tokens = q.shape[:2]
+    size, whole = form.size, k is None
+    heads = form.heads if whole else q.shape[2]
+    numbers = [heads, form.key_heads, form.key_heads][: 3 if whole else 2]
     (out,) = _kernel(form.dtype, form.eps, form.scale, form.base)(
-        inputs=[q, k, *(norms or (q, k)), offset],
+        inputs=[q, q if k is None else k, *(norms or (q, q)), offset],
         template=[
             ("T", form.dtype),
             ("H", heads),
-            ("KV", key_heads),
+            ("KV", form.key_heads),
             ("D", size),
             ("HALF", form.rotated // 2),
             ("PAIRS", int(form.traditional)),
             ("NORMS", int(form.eps is not None)),
+            ("WHOLE", int(whole)),
         ],
-        grid=(rows * tokens * (heads + key_heads) * 32, 1, 1),
+        grid=(rows * tokens * sum(numbers) * 32, 1, 1),
         threadgroup=(32, 1, 1),
-        output_shapes=[(rows * tokens * (heads + key_heads) * size,)],
+        output_shapes=[(rows * tokens * sum(numbers) * size,)],
         output_dtypes=[form.dtype],
     )
-    queries, keys = (
+    return [
         mx.as_strided(
             out,
             (rows, number, tokens, size),
             (number * tokens * size, tokens * size, size, 1),
-            begin,
+            rows * tokens * size * before,
         )
-        for number, begin in ((heads, 0), (key_heads, rows * tokens * heads * size))
-    )
-    return queries, keys
+        for number, before in zip(numbers, accumulate([0, *numbers]), strict=False)
+    ]
 
 
 class _OneKernel:
@@ -205,15 +224,20 @@ class _OneKernel:
             computed: mx.array = usual.__call__(x, mask, cache)
             return computed
         rows, tokens = x.shape[:2]
-        q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
-        q = q.reshape(rows, tokens, form.heads, -1)
-        k, v = (a.reshape(rows, tokens, form.key_heads, -1) for a in (k, v))
-        gate = None
-        if q.shape[-1] > form.size:  # each head's queries, then its gate
-            q, gate = mx.split(q, 2, axis=-1)
         norms = [layer[name].weight for name in _NORMS if name in layer]
-        queries, keys = rotated(form, q, k, norms, offset.astype(mx.int32))
-        keys, values = cache.update_and_fetch(keys, v.transpose(0, 2, 1, 3))
+        offset, gate = offset.astype(mx.int32), None
+        every = joined(x, (layer.q_proj, layer.k_proj, layer.v_proj))
+        if every is not None and every.shape[-1] == form.width:
+            queries, keys, values = rotated(form, every, None, norms, offset)
+        else:
+            q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+            q = q.reshape(rows, tokens, form.heads, -1)
+            k, v = (a.reshape(rows, tokens, form.key_heads, -1) for a in (k, v))
+            if q.shape[-1] > form.size:  # each head's queries, then its gate
+                q, gate = mx.split(q, 2, axis=-1)
+            queries, keys = rotated(form, q, k, norms, offset)
+            values = v.transpose(0, 2, 1, 3)
+        keys, values = cache.update_and_fetch(keys, values)
         output = attend(
             queries, keys, values, cache=cache, scale=layer.scale, mask=mask
         )
@@ -288,7 +312,15 @@ def _agrees(form: Form) -> bool:
     k = drawn(3, 2, form.key_heads, form.size)
     norms = drawn(form.size), 1 + drawn(form.size)
     offset = mx.array([0, 7, 1000], mx.int32)
-    both = rotated(form, q, k, norms if form.eps is not None else (), offset)
+    given = norms if form.eps is not None else ()
+    both = rotated(form, q, k, given, offset)
+    every = mx.concatenate([a.flatten(2) for a in (q, k, k)], axis=2)
+    wanted = [*both, k.transpose(0, 2, 1, 3)]
+    for ours, same in zip(
+        rotated(form, every, None, given, offset), wanted, strict=True
+    ):
+        if not mx.array_equal(ours, same).item():
+            return False
     for ours, heads, norm in zip(both, (q, k), norms, strict=True):
         if form.eps is not None:
             heads, norm = heads.astype(mx.float32), norm.astype(mx.float32)
@@ -301,8 +333,8 @@ def _agrees(form: Form) -> bool:
             scale=form.scale,
             offset=offset,
         )
-        same = mx.array_equal(ours, exact).item()
-        if not (same or (form.eps is not None and close(ours, exact, 0.02))):
+        equal = mx.array_equal(ours, exact).item()
+        if not (equal or (form.eps is not None and close(ours, exact, 0.02))):
             return False
     return True
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache
 
 from specdec.cuda import kernels, rotated_heads
 from specdec.cuda.attention_patch import usual_calls
-from specdec.cuda.fused_linear import separated
+from specdec.cuda.fused_linear import join_products, separated
 from specdec.cuda.rotated_heads import Form
 from specdec.models.draft_heads.config import LayerSizes
 from specdec.models.draft_heads.layers import HeadAttention
@@ -128,9 +128,15 @@ def test_a_token_has_the_same_bits_beside_others() -> None:
 
 
 def by_operations(
-    form: Form, q: mx.array, k: mx.array, norms: Any, offset: mx.array
+    form: Form, q: mx.array, k: mx.array | None, norms: Any, offset: mx.array
 ) -> list[mx.array]:
     """What the kernel computes, in any type."""
+    if k is None:
+        heads = q.reshape(*q.shape[:2], -1, form.size)
+        ends = form.heads, form.heads + form.key_heads
+        q, k, v = mx.split(heads, ends, axis=2)
+        both = by_operations(form, q, k, norms, offset)
+        return [*both, v.transpose(0, 2, 1, 3)]
     return [
         mx.fast.rope(
             (
@@ -152,8 +158,14 @@ def by_operations(
 @pytest.mark.parametrize(
     "architecture", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5"]
 )
-def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths, by a model whose heads are large enough."""
+@pytest.mark.parametrize("joins", [False, True])
+def test_models(
+    architecture: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different lengths, by a model whose heads are large enough.
+
+    Where one product makes queries, keys and values, the kernel reads it.
+    """
     model: Any = build(
         architecture,
         head_dim=64,
@@ -167,17 +179,24 @@ def test_models(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotated_heads.proven, "verdicts", dict.fromkeys(forms, True))
     # The kernel is for 16 bits; here its place is taken in float32.
     calls: list[Form] = []
+    whole: list[bool] = []
 
     def counted(form: Form, *given: Any) -> list[mx.array]:
         calls.append(form)
+        whole.append(given[1] is None)
         return by_operations(form, *given)
 
     monkeypatch.setattr(rotated_heads, "rotated", counted)
     for _ in range(2):  # a second time changes nothing
         monkeypatch.setattr(Form, "known", True)
         rotated_heads.take_heads(model)
+    if joins:
+        model.eval()
+        join_products(model)
     assert mx.allclose(tokens_of(model), right, atol=1e-4)
     assert set(calls) == forms
+    gated = architecture == "qwen3_5"  # whose queries have gates among them
+    assert all(read == (joins and not gated) for read in whole)
     number = len(calls)
     twin = separated(model)
     assert not any(isinstance(m, rotated_heads._OneKernel) for m in twin.modules())
@@ -228,13 +247,16 @@ def tokens_of(model: Any) -> mx.array:
 
 
 FAULTS = {
-    "keys as queries": ("head < H;", "head < all;"),
+    "keys as queries": ("of_query = head < H,", "of_query = head < all,"),
     "the norm of queries for keys": ("q_norm : k_norm", "q_norm : q_norm"),
     "another token's position": ("offset[row] + token", "offset[row]"),
     "another row's position": ("offset[row] + token", "offset[0] + token"),
     "the other direction": ("first * c - second * s", "first * c + second * s"),
-    "another token's place": ("(place + token) * D", "place * D"),
+    "another token's place": ("(place + token) * D + place_of", "place * D + place_of"),
     "the other kind of pairs": ("!PAIRS ||", "PAIRS ||"),
+    "values that rotate": ("if (of_value) {", "if (false) {"),
+    "another token's value": ("(place + token) * D + i", "place * D + i"),
+    "keys in the place of values": ("of_value ? H + KV : H,", "H,"),
     "neighbours that rotate together": ("/ HALF;", "/ (2 * HALF);"),
 }
 
@@ -245,7 +267,7 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The proof that runs on the device finds them, too."""
     plant(monkeypatch, rotated_heads, "SOURCE", *FAULTS[name])
     try:
-        assert not agrees(PART, drawn(PART))
+        assert "value" in name or not agrees(PART, drawn(PART))
         assert not rotated_heads._agrees(PART)
     except KernelFault:
         return
