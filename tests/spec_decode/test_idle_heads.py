@@ -57,10 +57,16 @@ def engine_of(
 
 
 class Graphs:
-    """The operations that every dispatch of a round hands over, the forward's too."""
+    """The operations that every dispatch of a round hands over, the forward's too.
+
+    Attributes:
+        prompts: those of all prompts.
+        unread: rounds after which hidden states are kept that nobody reads.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
         self.rounds: list[Counter[str]] = []
+        self.prompts, self.unread = Counter[str](), 0
         found, dispatch, file = Counter[str](), DecodeBatch.dispatch, folder / "graph"
         usual: Callable[..., None] = mx.async_eval
 
@@ -77,9 +83,13 @@ class Graphs:
             mx.eval(*trees)
 
         def noted(batch: DecodeBatch, plan: BatchRound) -> None:
+            self.prompts.update(found)
             found.clear()
             dispatch(batch, plan)
             self.rounds.append(found.copy())
+            found.clear()
+            kept = batch._target.hidden is not None
+            self.unread += kept and not any(s and s.drafts for s in batch.slots)
 
         patch.setattr(mx, "async_eval", handed_over)
         patch.setattr(DecodeBatch, "dispatch", noted)
@@ -96,23 +106,28 @@ def test_a_round_without_a_draft_is_that_without_a_head(
     num_rows: int,
     begins: bool,
 ) -> None:
-    """No hidden states are recorded, and no context is written."""
+    """No hidden states are kept, and no context is written; prompts are the same."""
     prompts = [[3 + i, 7, *range(5, 9 + i)] for i in range(num_rows)]
     graphs = Graphs(monkeypatch, tmp_path)
     length: Any = Resting(lambda n: 0) if begins else Script(lambda n: 0, may_pay=False)
-    rounds = []
+    rounds, chunks = [], []
     for head in (None, tmp_path):
         engine = engine_of(lender, backend, head, length)
         graphs.rounds.clear()
+        graphs.prompts.clear()
         requests = [ask(engine, p, TOKENS, i) for i, p in enumerate(prompts)]
         finish(engine)
         for request, prompt in zip(requests, prompts, strict=True):
             assert request.tokens == greedy(lender.model, prompt, TOKENS)
         rounds.append([*graphs.rounds])
+        chunks.append(graphs.prompts.copy())
     # A row's head is left after so many rounds, and the round in flight then.
     start = RESTS + 4 if begins else 0
     assert rounds[0][start:] == rounds[1][start:]
     assert (rounds[0][:start] != rounds[1][:start]) == begins
+    assert (chunks[0] != chunks[1]) == begins
+    assert chunks[0]
+    assert not graphs.unread
 
 
 @pytest.mark.parametrize("drafting", [0.1, 0.4, 1.5])
