@@ -158,6 +158,7 @@ class BatchRound:
 
     Attributes:
         rows: the request in each slot; ``None`` where the slot was idle.
+        members: the same, without an order.
         decision: the round's decision, on the device.
         began: when it began to be built, if rounds are timed.
         backlog: tokens of a row that the drafter took in first.
@@ -173,6 +174,7 @@ class BatchRound:
     chosen: bool = False
     first: bool = False
     rows: tuple[Request | None, ...] = field(default=(), init=False)
+    members: frozenset[Request | None] = field(default=frozenset(), init=False)
     decision: Decision = field(init=False)
     began: float = field(default=0.0, init=False)
     backlog: int = field(default=0, init=False)
@@ -381,10 +383,11 @@ class Rounds:
                 context=held / len(room),
             )
             k = self._choice.choose(state)
-            if not k and self._idle % ASKS == 0:
+            if not k and (self._idle - until - 1) % ASKS == 0:
                 stands = min(int(lasts), self._choice.stands(state))
-                self._rests = self._idle + stands, bool(self.expected)
-        if chosen:
+                if stands > 0:
+                    self._rests = self._idle + stands, bool(self.expected)
+        if chosen and not rests:
             limits = [min(k, n) for n in limits]
             k = max(0, *limits)
 
@@ -412,7 +415,7 @@ class Rounds:
         rounds, least = 0, request.length
         most = least
         for round_ in self._in_flight:
-            if request in round_.rows:
+            if request in round_.members:
                 rounds += 1
                 # A round that checks may bring a row nothing.
                 least += request.finish_reason is None and not round_.checks
@@ -483,6 +486,7 @@ class Rounds:
         if timed and self._new_shapes > shapes:  # rounds that waited are not timed
             self._timer.interrupt(new_shape=k > 0)
         plan.rows, plan.decision = tuple(self.slots), decision
+        plan.members = frozenset(self.slots)
         self._in_flight.append(plan)
 
     @property

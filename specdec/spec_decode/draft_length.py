@@ -73,7 +73,7 @@ MEMORY = 48.0
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0
 STORED_WEIGHT = 5.5 * PRIOR_WEIGHT
 # A choice of 0 stands for so many rounds, if nothing can change it until then.
-STANDS = 32
+STANDS = 32, 8
 # Standard deviations of logarithms: of a round's time; of the machine's pace, from one
 # round to the next; of a cost that no round has confirmed.
 NOISE, PACE, UNSURE = 0.08, 0.06, 0.2
@@ -227,13 +227,13 @@ class Acceptance:
         if not most:
             self.unseen += 1
             return
-        tokens = tokens_per_round(self.survival(timing.num_draft_tokens))
-        known = self._rows
+        expected = tokens_per_round(self.survival(timing.num_draft_tokens))
+        known, more = self._rows, [tokens - 1 for tokens in expected]
         for row, (limit, n) in zip(timing.rows, timing.accepted, strict=False):
             if (each := known.get(row)) is None:
                 each = known[row] = [ALIKE, ALIKE]
             each[0] += n
-            each[1] += tokens[limit] - 1
+            each[1] += more[limit]
         # Those that began first fall out in time.
         old = set(self._rows) - set(timing.rows) if len(self._rows) > 2048 else ()
         for row in sorted(old)[:1024]:
@@ -966,18 +966,21 @@ class AutoLength:
             plain = not self._run[0] and not any(state.in_flight)
             if not plain or not self.costs.paced_by(state.num_rows):
                 return 0
-            ks, budget = self._ks(state), self._budget
-            left = {row: max(1, n - STANDS - 2) for row, n in state.left.items()}
-            state = replace(state, left=left)
-            try:
-                self._skip(STANDS)
-                rates = self._rates(state, ks)
-                best = self._best_of(state, rates, 0)
-                drafts = best or self._try_of(state, rates, best)
-            finally:
-                self._skip(-STANDS)
-                self._budget = budget
-            return 0 if drafts else STANDS
+            ks = self._ks(state)
+            stands = (n for n in STANDS if not self._drafts_after(n, state, ks))
+            return next(stands, 0)
+
+    def _drafts_after(self, rounds: int, state: BatchState, ks: Sequence[int]) -> bool:
+        left = {row: max(1, n - rounds - 2) for row, n in state.left.items()}
+        state, budget = replace(state, left=left), self._budget
+        try:
+            self._skip(rounds)
+            rates = self._rates(state, ks)
+            best = self._best_of(state, rates, 0)
+            return (best or self._try_of(state, rates, best)) > 0
+        finally:
+            self._skip(-rounds)
+            self._budget = budget
 
     def _skip(self, rounds: int) -> None:
         """Go on as if so many plain rounds had been read."""
