@@ -383,8 +383,7 @@ class CacheCore:
             storage.tail = tail.written(updates, offset)
             self._advance(num_tokens, longest)
             return self.keys_and_values()
-        later = self._options["in_place"] and not self.packing
-        later = later and num_tokens <= FEW_TOKENS
+        later = self._in_place(num_tokens)
         unwritten: Any = None
         if self.empty():  # so all rows start in slot 0
             storage.write_first(updates, capacity)
@@ -402,6 +401,11 @@ class CacheCore:
                 storage.write(updates, slots)
         self._advance(num_tokens, longest)
         return (unwritten, unwritten) if later else self._read(extent)
+
+    def _in_place(self, num_tokens: int) -> bool:
+        """Whether a write of so many tokens is left to attention."""
+        few = num_tokens <= FEW_TOKENS and not self.packing
+        return few and bool(self._options["in_place"])
 
     def _make_room(self, num_tokens: int) -> tuple[int, int, int]:
         """Grow for a write; return what :meth:`_after` does.
@@ -754,13 +758,13 @@ class CacheCore:
         assert self._storage.arrays is not None
         return self._storage.arrays
 
-    def given(self) -> tuple[Hashable, Arrays]:
-        """The inputs of a graph of the next write: their form, and the arrays."""
-        return None, self._storage.parts(in_place=bool(self._options["in_place"]))
+    def given(self, num_tokens: int) -> tuple[Hashable, Arrays]:
+        """The inputs of a graph that writes tokens: their form, and the arrays."""
+        return None, self._storage.parts(in_place=self._in_place(num_tokens))
 
     def left(self) -> tuple[Any, Arrays]:
         """The outputs of that graph for :meth:`take`: their form, and the arrays."""
-        return self.given()
+        return self.given(self._last_write[0])
 
     @property
     def written(self) -> Any:
@@ -781,7 +785,7 @@ class CacheCore:
         """A cache like this one that holds the given arrays."""
         twin = copy.copy(self)
         twin._storage, twin._memo = copy.copy(self._storage), memo
-        twin._storage.take(arrays, in_place=bool(self._options["in_place"]))
+        twin._storage.take(arrays)
         twin.ring = copy.copy(self.ring)
         twin.offset = offset
         return twin
@@ -806,7 +810,7 @@ class CacheCore:
         Raises:
             CacheError: that is more than a ring can take back.
         """
-        self._storage.take(arrays, in_place=bool(self._options["in_place"]))
+        self._storage.take(arrays)
         self.offset = offset
         self._count(num_tokens, self._longest + num_tokens)
         if valid:

@@ -100,7 +100,7 @@ class StateStorage(Storage):
     def grow(self, capacity: int) -> None:
         """States do not grow."""
 
-    def take(self, arrays: Arrays, *, in_place: bool) -> None:
+    def take(self, arrays: Arrays) -> None:
         """Hold new states."""
         self.arrays = arrays or None
 
@@ -313,7 +313,7 @@ class BatchRecurrentCache(BatchCache):
         stays = self._options["single_stays"]
         return type(self), self.num_states, stays, self._goes_on
 
-    def given(self) -> tuple[Hashable, Arrays]:
+    def given(self, num_tokens: int) -> tuple[Hashable, Arrays]:
         """As in the base class, with the work that the last trim has left to do."""
         if self._kept is None:
             return None, super().arrays

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..cuda import cache_write
 from ..cuda.cache_write import Unwritten
 from ..errors import CacheError
 from .positions import whole
@@ -187,12 +188,14 @@ class Storage:
         after: what the next write in place has to come after: the result of attention,
             or of the write before. ``None``: MLX made the arrays, and attention of few
             tokens has not read them.
+        unsettled: whether a write in place may not be handed to the device yet.
         lent: whether arrays that are written in place may be held elsewhere.
         tail: the newest tokens, if they are held apart.
     """
 
     waiting: Unwritten | None
     after: mx.array | None
+    unsettled: bool
     lent: bool
     tail: Tail | None
     _arrays: Arrays | None
@@ -214,8 +217,8 @@ class Storage:
 
     @arrays.setter
     def arrays(self, arrays: Arrays | None) -> None:
-        self.waiting, self.after, self._arrays, self.lent = None, None, arrays, False
-        self.tail = None
+        self._arrays, self.waiting, self.after, self.tail = arrays, None, None, None
+        self.unsettled = self.lent = False
 
     def current(self) -> Arrays | None:
         """The arrays, for attention and for who waits until they are computed.
@@ -234,11 +237,13 @@ class Storage:
         """The arrays, for reads that are handed to the device before the next write.
 
         Writes in place are handed over now, as a read in the same graph may miss them.
+        That is impossible in a function that is traced.
         """
         arrays = self.current()
-        if self.after is not None:
+        if self.unsettled:
             assert arrays is not None
             mx.async_eval(arrays)
+            self.unsettled = False
         return arrays
 
     def unshare(self) -> None:
@@ -247,20 +252,21 @@ class Storage:
             self.arrays = _widened(arrays, self.capacity)
 
     def parts(self, *, in_place: bool) -> Arrays:
-        """The arrays for a graph, and :attr:`after` in one shape with ``in_place``."""
-        if not in_place or self.empty:
-            return self.current() or ()
+        """The arrays for a graph; to write in place, with :attr:`after`."""
+        arrays = self.current() or ()
+        if not arrays or not in_place or not cache_write.writes_in_place(arrays):
+            return self.settled() or ()
         self.unshare()
-        arrays, after = self.current(), self.after
-        assert arrays is not None
+        arrays, after = self._arrays or (), self.after
         if after is None:
             after = _nothing(arrays[-1].dtype)
         return *arrays, after[:1, :1, :1, :1]
 
-    def take(self, arrays: Arrays, *, in_place: bool) -> None:
-        """Hold what :meth:`parts` returned."""
-        if in_place and arrays:
+    def take(self, arrays: Arrays) -> None:
+        """Hold what :meth:`parts` returned, here or in a graph."""
+        if len(arrays) % 2:  # keys and values alone are an even number
             self.arrays, self.after = arrays[:-1], arrays[-1]
+            self.unsettled = True
         else:
             self.arrays = arrays or None
 

@@ -83,15 +83,24 @@ def write(
     return out, tuple(mx.depends(list(cache), [out]))
 
 
-def takes(queries: mx.array, cache: Arrays, new: Arrays) -> bool:
-    """Whether :func:`write` can write these, and was proven."""
+def writes_in_place(arrays: Arrays) -> bool:
+    """Whether :func:`write` was proven for such keys and values."""
+    keys, values = arrays
     return (
-        proven.reached((queries.shape[3], queries.dtype))
-        and all(a.dtype == queries.dtype for a in (*cache, *new))
-        and new[0].shape == new[1].shape
-        and queries.shape[0] == new[0].shape[0]
-        and queries.shape[1] >= new[0].shape[1]
-        and queries.shape[2:] == new[0].shape[2:]
+        proven.reached((keys.shape[3], keys.dtype))
+        and keys.dtype == values.dtype
+        and keys.shape == values.shape
+    )
+
+
+def takes(queries: mx.array, cache: Arrays, new: Arrays) -> bool:
+    """Whether :func:`write` can write ``new`` for these queries."""
+    keys = new[0]
+    return (
+        all(a.dtype == queries.dtype for a in (*cache, *new))
+        and queries.shape[0] == keys.shape[0]
+        and queries.shape[1] >= keys.shape[1]
+        and queries.shape[2:] == keys.shape[2:]
     )
 
 
@@ -165,11 +174,12 @@ class Unwritten:
         if storage.waiting is self:
             storage.waiting = None
             arrays = storage.current()
-            if takes(queries, arrays, self.new):
+            if writes_in_place(arrays) and takes(queries, arrays, self.new):
                 queries, arrays = write(
                     queries, arrays, self.new, self.slots, storage.after
                 )
                 storage.arrays, storage.after = arrays, queries
+                storage.unsettled = True
             else:
                 storage.write(self.new, self.slots)
         keys, values = storage.read(self.extent)

@@ -118,7 +118,7 @@ class CompiledForwards:
         keys = [cache.reserve(width, padded=bool(valid)) for cache in parts]
         if None in keys:
             return None
-        states = [cache.given() for cache in parts]
+        states = [cache.given(width) for cache in parts]
         keys += [form for form, _ in states]
         # Caches in lockstep hold the same offsets.
         known = {id(cache.offset): cache.offset for cache in parts}

@@ -81,7 +81,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
         return outs[-1], tuple(mx.put_along_axis(a, index, b, axis=2) for a, b in pairs)
 
     monkeypatch.setattr(cache_write, "write", write)
-    monkeypatch.setattr(cache_write, "takes", lambda *_: True)
+    monkeypatch.setattr(cache_write, "writes_in_place", lambda arrays: True)
     return outs
 
 
@@ -153,6 +153,61 @@ def test_compiled_forwards_write_so(
     assert len(outs) == 2 * len(model.layers)
 
 
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"max_kv_size": 40}),
+        ("llama", {"kv_bits": 8, "kv_group_size": 32}),
+        ("gemma3_text", {}),
+        ("qwen3_next", {}),
+    ],
+    ids=["whole", "ring", "packed", "windows", "states"],
+)
+def test_graphs_write_few_and_many_tokens_in_turn(
+    monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any], proven: bool
+) -> None:
+    """Chunks of prompts, and rounds of more tokens than are written in place.
+
+    Nothing can be handed to the device while a graph is traced. So what was written in
+    place is handed over before MLX writes in a graph.
+    """
+    handed_over, hand_over = list[Any](), mx.async_eval
+
+    def begin(*arrays: Any) -> None:
+        handed_over.extend(arrays)
+        hand_over(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", begin)
+    outs = written(monkeypatch) if proven else []
+    head = {"head_dim": 32} if "kv_bits" in options else {}
+    model, prompts = attending(build(kind, **head)), [[1] * 50, [2] * 61]
+    runs = []
+    for after in (None, 0):
+        defaults = replace(BEHIND, kernels=True, compile_after=after)
+        config = EngineConfig(prefill_step_size=32, **options)
+        runner = ModelRunner(model, "it", config, defaults)
+        assert runner.options.in_place
+        rows = runner.rows(prompts, max_round=24, max_length=400)
+        for _ in rows.prefill():
+            pass
+        found = []
+        for width in (2, 17, 2, 1, 24, 5, 17, 2):
+            before = [c._storage._arrays for c in rows._caches if c.is_dense]
+            handed_over.clear()
+            found.append(rows.forward(mx.arange(2 * width).reshape(2, width) % 30))
+            if proven and after == 0 and width == 17 and "kv_bits" not in options:
+                assert all(any(a is b for b in handed_over) for a in before)
+            rows.trim_per_sequence([0, width // 2], width)
+        runs.append(found)
+    assert runner.compiled is not None
+    assert not runner.compiled._refused
+    assert bool(outs) is (proven and "kv_bits" not in options)
+    for one, other in zip(*runs, strict=True):
+        assert mx.allclose(one, other, 1e-4, 1e-4)
+
+
 def test_packed_caches_are_not_written_so(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +235,9 @@ def test_code_that_does_more_with_keys_gets_them_written(
 def test_what_is_not_proven_is_written_by_mlx() -> None:
     """Other types than were proven, and heads of other sizes."""
     cache, new = ((mx.zeros((1, 2, n, 64)),) * 2 for n in (8, 2))
-    assert not cache_write.takes(mx.zeros((1, 4, 2, 64)), cache, new)
+    assert not cache_write.writes_in_place(cache)
+    assert cache_write.takes(mx.zeros((1, 4, 2, 64)), cache, new)
+    assert not cache_write.takes(mx.zeros((1, 4, 2, 64), mx.float16), cache, new)
 
 
 @pytest.mark.parametrize("asked", ["state", "keys"])

@@ -64,20 +64,26 @@ class Model(nn.Module):
 
 
 def held(
-    layers: int, k: int = 0, change: Callable[[nn.Module], object] = mx.eval
+    layers: int,
+    k: int = 0,
+    change: Callable[[nn.Module], object] = mx.eval,
+    **options: Any,
 ) -> float:
     """The most bytes that six rounds hold, by those of a layer's keys and values.
 
     Args:
         k: with it, a draft of two layers proposes.
         change: changes both models.
+        options: of the engine.
     """
     model, draft = Model(layers), Model(2)
     for each in (model, draft):
         change(each)
         mx.eval(each)
     before, reset = mx.get_active_memory(), False
-    config = EngineConfig(batch_size=ROWS, prefill_step_size=512, num_draft_tokens=k)
+    config = EngineConfig(
+        batch_size=ROWS, prefill_step_size=512, num_draft_tokens=k, **options
+    )
     decoder = SpecDecoder(
         token_level(model), token_level(draft) if k else None, config=config
     )
@@ -105,7 +111,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         usual(self, updates, slots)
 
     monkeypatch.setattr(cache_write, "write", write_at_once)
-    monkeypatch.setattr(cache_write, "takes", lambda *_: True)
+    monkeypatch.setattr(cache_write, "writes_in_place", lambda arrays: True)
     monkeypatch.setattr(Storage, "write", write)
     few = replace(
         backend.defaults("cpu"),
@@ -126,6 +132,21 @@ def test_target_and_draft_hold_each_cache_once(
     own = (1 + 16 / LENGTH) * (layers + 2 * (k > 0))
     assert layers <= held(layers, k, attending) < 1.1 * own + 0.2
     assert all(width > FEW_TOKENS for width in widths)
+
+
+@pytest.mark.parametrize(
+    ("options", "share", "copied"),
+    [({}, 1, 0), ({"max_kv_size": 200}, 0.21, 0), ({"kv_bits": 8}, 17 / 64, 1)],
+    ids=["whole", "ring", "packed"],
+)
+def test_what_each_kind_of_cache_copies(
+    widths: list[int], options: dict[str, int], share: float, copied: bool
+) -> None:
+    """Bytes of a target of four layers; a packed cache may be held twice."""
+    most = (1 + copied) * 4 * share
+    unpacked = 4 * copied  # for attention
+    assert held(4, 0, attending, **options) < 1.1 * (most + unpacked) + 0.2
+    assert any(width <= FEW_TOKENS for width in widths) is bool(copied)
 
 
 def test_a_cache_that_something_holds_is_copied(
