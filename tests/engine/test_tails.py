@@ -14,10 +14,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec import backend
+from specdec import EngineConfig, backend
+from specdec.cache import make_batch_caches
 from specdec.cuda.attention_patch import usual_calls
 from specdec.cuda.split_attention import Split
 from specdec.models import metal_kernels
+from specdec.models.runner import ModelRunner
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode.draft_model import DraftModelRows
 from tests.models.architectures import build
@@ -125,6 +127,33 @@ def test_packed_caches_have_no_tail(
         assert not split or (each is TAILS and start)
     assert texts[0] == texts[1]
     assert bool(split) == bool(start)
+
+
+@pytest.mark.parametrize("kind", ["gemma3n", "afm7", "falcon_h1"])
+def test_layers_that_share_keys_or_have_states_see_the_same(
+    split: list[int], kind: str
+) -> None:
+    """Those that share keys read them without a write."""
+    runner = ModelRunner(build(kind), "draft", EngineConfig(), TAILS).with_tails()
+    logits: list[list[mx.array]] = []
+    split.clear()  # of the check
+    for tail in (0, 8):
+        options = replace(runner.options, max_write=40, tail=tail)
+        caches = make_batch_caches(runner.model, 3, options)
+        logits.append([])
+        for width, trims in (
+            (20, [3, 0, 7]),
+            (2, [0, 1, 0]),
+            (1, [0] * 3),
+            (4, [1] * 3),
+        ):
+            tokens = mx.arange(3 * width).reshape(3, width)
+            logits[-1].append(runner.model(tokens, cache=caches))
+            for cache in caches:
+                cache.trim_per_sequence(trims)
+        assert bool(split) == bool(tail)
+    for usual, ours in zip(*logits, strict=True):
+        assert mx.allclose(usual, ours, rtol=1e-5, atol=1e-5)
 
 
 def test_a_draft_holds_its_cache_once(monkeypatch: pytest.MonkeyPatch) -> None:
