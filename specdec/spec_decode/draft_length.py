@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import exp, inf, log, log2, sqrt
@@ -733,11 +734,6 @@ class RoundCosts:
             return None
         return exp(self._pace) * self.forwards.round(num_rows, 0)
 
-    @property
-    def paced(self) -> bool:
-        """Whether any round was timed."""
-        return self._pace is not None
-
     def paced_by(self, num_rows: int) -> bool:
         """Whether the last round that was timed was a plain one of as many rows.
 
@@ -946,7 +942,7 @@ class AutoLength:
             self.costs.forwards.context = int(state.context)
             ks = self._ks(state)
             # A plain round comes first: costs are relative to it.
-            if len(ks) == 1 or not self.costs.paced:
+            if len(ks) == 1 or self.costs.plain_seconds(state.num_rows) is None:
                 return 0
             self._rates_known = rates = self._rates(state, ks)
             k, run, timed = self._newest(state)
@@ -1290,10 +1286,12 @@ class CostStore:
             with _writing:
                 self._entries.save(key, entry)
 
-        if waits:
-            write()
-        else:
-            threading.Thread(target=write, name="specdec-costs").start()
+        if not waits:
+            # While the interpreter ends, and at the system's limit, none can start.
+            with suppress(RuntimeError):
+                threading.Thread(target=write, name="specdec-costs").start()
+                return
+        write()
 
 
 # A file is read and replaced by one thread at a time.

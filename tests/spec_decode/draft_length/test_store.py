@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,15 @@ def test_what_is_saved_beside_rounds_is_on_the_disk_when_the_process_ends(
     subprocess.run([sys.executable, "-c", program], check=True)
     store = CostStore(tmp_path / "costs.json")
     assert all(store.load(str(i))[0].forwards.measured for i in range(20))
+
+
+def test_costs_are_saved_where_no_thread_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    store = CostStore(tmp_path / "costs.json")
+    store.save("a", costs(), Acceptance(), False)
+    assert store.load("a")[0].forwards.measured
