@@ -189,13 +189,6 @@ class Job:
         )
 
 
-@dataclass(frozen=True)
-class _Round:
-    k: int
-    milliseconds: float
-    joined: bool
-
-
 class Rounds:
     """Times of rounds by k, and whether a row joined near them.
 
@@ -209,8 +202,9 @@ class Rounds:
     def __init__(self, now: Clock):
         self.traced: list[TracedRound] = []
         self._now = now
-        # Each run is a list of rounds that followed each other without a break.
-        self._runs: list[list[_Round]] = [[]]
+        # Each run is a list of rounds that followed each other without a break: k,
+        # milliseconds, and whether a row joined.
+        self._runs: list[list[tuple[int, float, bool]]] = [[]]
         self._last: float | None = None
         self._joins = False
 
@@ -227,16 +221,16 @@ class Rounds:
         """Note that a round of k has ended."""
         now = self._now()
         if self._last is not None:
-            self._runs[-1].append(_Round(k, (now - self._last) * 1e3, self._joins))
+            self._runs[-1].append((k, (now - self._last) * 1e3, self._joins))
         self._last, self._joins = now, False
 
     def times(self) -> list[RoundTimes]:
         """Times of the rounds so far, by k and by whether a join was near."""
         groups: dict[tuple[int, int], list[float]] = defaultdict(list)
         for run in self._runs:
-            for i, each in enumerate(run):
-                near = any(other.joined for other in run[max(i - 1, 0) : i + 2])
-                groups[each.k, int(near)].append(each.milliseconds)
+            for i, (k, milliseconds, _) in enumerate(run):
+                near = any(joined for *_, joined in run[max(i - 1, 0) : i + 2])
+                groups[k, int(near)].append(milliseconds)
         return [
             RoundTimes(
                 k=k, near_join=near, number=len(ms), p50=round(percentile(ms, 50), 3)

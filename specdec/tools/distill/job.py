@@ -83,10 +83,29 @@ class Distillation:
         for folder in (options.folder, options.work):
             remove_leftovers(folder)
         with wired_memory():
-            material = self._gather()
             plan = self.plan
+            gatherer = Gatherer(
+                options,
+                self._sources,
+                self.target,
+                fingerprint=self._fingerprint,
+                plan=plan,
+                say=self._say,
+                check=self._check,
+            )
+            # Training goes on from a checkpoint with the same data.
+            resuming = options.resume and checkpoint.exists(options.work)
+            material = gatherer.gather(write=not resuming)
+            mx.clear_cache()
             loss = plan.loss(options.hard)
-            trainer = self._trainer(material, loss)
+            trainer = Trainer(
+                self.student,
+                TargetStates(self.student, material.blocks, budget=plan.states_bytes),
+                material.blocks,
+                loss,
+                options,
+                dtype=DTYPES[options.computing],
+            )
             held_out = [
                 HeldOut(name, self.student, blocks, budget=plan.states_bytes // 4)
                 for name, blocks in material.held_out.items()
@@ -106,34 +125,6 @@ class Distillation:
             )
             self._say(f"wrote {options.folder}")
             return self._measure_rounds(card)
-
-    def _gather(self) -> Material:
-        options = self.options
-        gatherer = Gatherer(
-            options,
-            self._sources,
-            self.target,
-            fingerprint=self._fingerprint,
-            plan=self.plan,
-            say=self._say,
-            check=self._check,
-        )
-        # Training goes on from a checkpoint with the same data.
-        resuming = options.resume and checkpoint.exists(options.work)
-        material = gatherer.gather(write=not resuming)
-        mx.clear_cache()
-        return material
-
-    def _trainer(self, material: Material, loss: ChunkedLoss) -> Trainer:
-        blocks = material.blocks
-        return Trainer(
-            self.student,
-            TargetStates(self.student, blocks, budget=self.plan.states_bytes),
-            blocks,
-            loss,
-            self.options,
-            dtype=DTYPES[self.options.computing],
-        )
 
     def _train(
         self,

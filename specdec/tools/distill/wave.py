@@ -6,7 +6,6 @@ The engine decodes without a draft, since there is none yet.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from random import Random
 
 import mlx.nn as nn
@@ -34,17 +33,9 @@ _PREFILL_STEP_SIZE = 256
 _MARK = "specdec-user-text"
 
 
-@dataclass(frozen=True)
-class UserTurn:
-    """The text before a user turn, and the tokens that end the turn.
-
-    Args:
-        before: the template's text in front of the user's text.
-        ends: tokens that end the user's text when the model writes it.
-    """
-
-    before: str
-    ends: frozenset[int]
+#: The template's text before the user's text, and the tokens that end the latter when
+#: the model writes it.
+UserTurn = tuple[str, frozenset[int]]
 
 
 def user_turn(tokenizer: TokenizerWrapper) -> UserTurn | None:
@@ -60,7 +51,7 @@ def user_turn(tokenizer: TokenizerWrapper) -> UserTurn | None:
         return None
     ends = set(tokenizer.eos_token_ids)
     ends.update(tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1])
-    return UserTurn(before, frozenset(ends))
+    return before, frozenset(ends)
 
 
 def begin_of_turn(
@@ -68,7 +59,7 @@ def begin_of_turn(
 ) -> list[int]:
     """Tokens of the beginning of a user turn, up to the end of ``text``."""
     if turn is not None:
-        tokens = tokenizer.encode(turn.before + text, add_special_tokens=False)
+        tokens = tokenizer.encode(turn[0] + text, add_special_tokens=False)
         return [int(token) for token in tokens]
     tokens = [int(token) for token in tokenizer.encode(text)] if text else []
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -100,7 +91,7 @@ class Author:
         self._tokenizer = tokenizer
         self._options = options
         self._writers = writers
-        self._turn: UserTurn | None = user_turn(tokenizer)
+        self._turn = user_turn(tokenizer)
         config = EngineConfig(
             batch_size=writers, num_draft_tokens=0, prefill_step_size=_PREFILL_STEP_SIZE
         )
@@ -142,9 +133,7 @@ class Author:
             seed_prompts.draw(rng, self._options.topics) for _ in range(self._writers)
         ]
         prompts = [begin_of_turn(tokenizer, self._turn, o.text) for o in openings]
-        ends = frozenset(tokenizer.eos_token_ids)
-        if self._turn is not None:
-            ends = self._turn.ends
+        ends = self._turn[1] if self._turn else frozenset(tokenizer.eos_token_ids)
         written = self._write(
             prompts,
             rng,

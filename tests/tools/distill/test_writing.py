@@ -77,9 +77,9 @@ def test_a_turn_begins_in_the_template_and_ends_with_its_end(tmp_path: Any) -> N
     tokenizer = tokenizer_of(tmp_path / "t")
     turn = user_turn(tokenizer)
     assert turn is not None
-    assert turn.before == "<|im_start|>user\n"
+    assert turn[0] == "<|im_start|>user\n"
     end = tokenizer.get_vocab()["<|im_end|>"]
-    assert end in turn.ends
+    assert end in turn[1]
     begun = begin_of_turn(tokenizer, turn, "Hello the")
     whole = tokenizer.apply_chat_template([{"role": "user", "content": "Hello there"}])
     assert tokenizer.decode(begun) == "<|im_start|>user\nHello the"
