@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import product as product_of
 from typing import Any
 
@@ -17,7 +16,7 @@ from specdec.cuda.flattened_matmul import flatten_products, slow_pairs
 from specdec.cuda.fused_linear import join_products, separated
 from specdec.cuda.kernels import TYPES
 from specdec.cuda.packed_matmul import BITS, GROUPS, Form, Kind
-from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
+from tests.cuda.emulation.cuda import emulated, needs_compiler, plant
 
 TinyModel = Callable[..., nn.Module]
 Packed = tuple[mx.array, ...]
@@ -412,47 +411,6 @@ def test_gated_and_shared_experts(dtype: mx.Dtype) -> None:
         assert blocks_agree(tokens, used, experts, dtype), (tokens, used, experts)
 
 
-EXPERT_FAULTS = {
-    "a pair's block that is not its expert's first": (
-        "pairs[0] != blockIdx.z",
-        "pairs[0] == blockIdx.z",
-    ),
-    "another expert's pairs": ("(indices[at]) == expert", "(indices[at]) <= expert"),
-    "pairs beyond 32": ("from += 32", "from += 64"),
-    "a later pair in an earlier one's place": ("pairs[before +", "pairs["),
-    "the same matrix for all": ("= static_cast<size_t>(expert) * N", "= 0"),
-    "another token's row": ("return m / of_row", "return m / of_row * 0"),
-    "another pair's row of the result": (
-        "(m) * N + at] = static_cast<T>",
-        "(0) * N + at] = static_cast<T>",
-    ),
-    "pairs beyond eight": ("tile < count; tile += 8", "tile < 1; tile += 8"),
-    "sums that are overwritten": ("if (tile > 0) __syncthreads();", ""),
-    "another eight's rows of x": ("row_of(there ? tile +", "row_of(there ? 0 +"),
-    "too soon listed": ("  __syncthreads();\n  const int top", "  const int top"),
-    "pairs beyond a wide tile": ("? pass / pieces * 8 * WIDE : 0", "? 0 : 0"),
-    "pieces before are forgotten": ("if (piece > 0) sums", "if (false) sums"),
-    "the first piece again": ("piece = pass % pieces;", "piece = 0;"),
-}
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", EXPERT_FAULTS)
-def test_faults_with_experts_are_found(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    old, new = EXPERT_FAULTS[name]
-    texts = "BY_WARPS", "EXPERT_ROWS", "EXPERT_WRITE"
-    (text,) = (each for each in texts if old in text_of(each))
-    plant(monkeypatch, packed_matmul_source, text, old, new)
-    with suppress(KernelFault):
-        right = all(
-            experts_agree(pairs, experts, 33, 192)
-            for pairs, experts in (((2, 3), 9), ((35, 2), 2))
-        )
-        assert not right
-
-
 @needs_compiler
 def test_an_expert_begins_anywhere() -> None:
     """MLX does not copy views: 16 bytes cannot be loaded at once."""
@@ -464,126 +422,6 @@ def test_an_expert_begins_anywhere() -> None:
         for each in (x, mx.contiguous(x + 0))
     )
     assert mx.allclose(found, right, rtol=0.01, atol=0.05)
-
-
-def text_of(name: str) -> str:
-    text: str = getattr(packed_matmul_source, name, kernels.COLUMN)
-    return text
-
-
-TEXTS = "SOURCE", "BY_WARPS", "SUMS", "ROWS", "HEADER", "GATHER", "COLUMN"
-FAULTS = {
-    "half of the products": ("sums[t][j], a[1][0]", "sums[t][j], a[0][0]"),
-    "pairs of other columns": (
-        "make_uint4(__byte_perm(v.x, v.z, 0x5410)",
-        "make_uint4(v.x",
-    ),
-    "another step's columns": ("unit % STEPS * 8;", "unit % 2 * 8;"),
-    "the first turn's weights again": ("next[a][t][i];", "next[a - 1][t][i];"),
-    "the other row's scale": ("t * 2 + i, 4)", "t * 2, 4)"),
-    "the scale of another group": ("part * GROUPS / 4 == group", "group < 0"),
-    "what was added stays": ("if (SPECDEC_LESS != 0)", "if (false)"),
-    "sums of other rows of x": (
-        "+ j * 8 + part * 2 + c;",
-        "+ j * 8 + part * 2 + 1 - c;",
-    ),
-    "rows beyond x": ("turn < end && from < K && i < count)", "turn < end)"),
-    "columns beyond x, of few rows": ("if (from < K && there)", "if (there)"),
-    "the first row of x again": ("(there ? tile + of_eight : 0)", "(0)"),
-    "the same turn of x, of few rows": ("take(min(turn + 1, end - 1));", ""),
-    "another step of few rows": ("return held[step];", "return held[step ^ 1];"),
-    "pieces left out, of few rows": (
-        "p < pieces; ++p) sum",
-        "p + 1 < pieces; ++p) sum",
-    ),
-    "a warp's sums in another's place": ("found[warp][part", "found[warp ^ 1][part"),
-    "too soon added up": ("[c];\n      __syncthreads();", "[c];"),
-    "rows of x twice": ("z * 8 * WIDE,", "z * 8,"),
-    "too few rows of x": ("(count + 7) / 8", "count / 8"),
-    "columns beyond the matrix": ("i * 8 + of_eight, N - 1)", "i * 8 + of_eight, N)"),
-    "a column more": ("if (at >= N) continue;", "if (at > N) continue;"),
-    "a column more, of few rows": (
-        "if (at >= N || i >= count) continue;",
-        "if (at > N || i >= count) continue;",
-    ),
-    "blocks that begin late": (
-        "int begin = turns * piece",
-        "int begin = (turns + 2) * piece",
-    ),
-    "the wrong side is laid": ("laid[side ^ 1]", "laid[side]"),
-    "too soon read": ("        }\n        __syncthreads();\n", "        }\n"),
-    "no bias": ("bias_ndim == 1", "bias_ndim == 3"),
-    "pieces left out": ("i = 1; i < count", "i = 1; i + 1 < count"),
-    "scales of the first eight groups": (
-        "if (EIGHTS && g % 8 == 0)",
-        "if (EIGHTS && g < 0)",
-    ),
-    "the first scales of a block left out": (
-        "load(begin, 0);\n    scales8[0] = scales8_next[0];",
-        "load(begin, 0);",
-    ),
-    "no scales for a block that begins within eight": (
-        "|| asked == begin",
-        "|| asked == 0",
-    ),
-    "the first turn's scales again": (
-        "= both_next[a][i];",
-        "= both_next[a - 1][i];",
-    ),
-    "scales asked for too late": (
-        "if (first_group % 8 == 0 ||",
-        "if (first_group % 8 == 2 ||",
-    ),
-}
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    old, new = FAULTS[name]
-    (text,) = (each for each in TEXTS if old in text_of(each))
-    module = packed_matmul if text == "COLUMN" else packed_matmul_source
-    plant(monkeypatch, module, text, old, new)
-    with suppress(KernelFault):
-        right = all(
-            agrees(*sizes, bias=True)
-            for sizes in ((1, 37, 704), (6, 33, 1600), (75, 33, 704), (5, 9000, 1024))
-        )
-        assert not right
-
-
-MANY_FAULTS = {
-    "the upper half again": ("laid[one % SLOTS][2 * half]", "laid[one % SLOTS][0]"),
-    "the step before": ("laid[one % SLOTS][2 *", "laid[(one + 3) % SLOTS][2 *"),
-    "the first copy for all": ("static_cast<size_t>(one) * (32 * WIDE)", "0"),
-    "weights of another product": ("its[t][half], laid", "its[t][0], laid"),
-    "no wait for a copy": (
-        "SPECDEC_BARRIER_WAIT(arrived[one % SLOTS], one / SLOTS % 2);",
-        "",
-    ),
-    "a wait for the copy before": ("one / SLOTS % 2);", "(one / SLOTS + 1) % 2);"),
-    "copied too soon": ("      __syncthreads();\n      // All", "      // All"),
-    "the first piece's x": ("* turns + begin) * STEPS", "* turns) * STEPS"),
-    "the first rows' x": ("(blockIdx.z * turns", "(0 * turns"),
-    "another step of x": ("step % STEPS * 8;", "step % 2 * 8;"),
-    "x of other columns": ("part * TURN / 4 +", "part * TURN / 8 +"),
-    "columns of x in another order": ("v[0].y, v[1].y", "v[0].y, v[1].z"),
-    "rows beyond x": ("min(m, M - 1)", "m"),
-    "columns beyond x": ("if (at >= K) continue;", ""),
-}
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", MANY_FAULTS)
-def test_faults_with_many_rows_are_found(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(packed_matmul.proven, "reached", lambda form: True)
-    old, new = MANY_FAULTS[name]
-    (text,) = (each for each in ("BY_FOUR_WARPS", "ARRANGE") if old in text_of(each))
-    plant(monkeypatch, packed_matmul_source, text, old, new)
-    with suppress(KernelFault):
-        assert not all(agrees(*sizes) for sizes in ((90, 33, 704), (170, 300, 1600)))
 
 
 def model_of(tiny_model: TinyModel, **changed: object) -> nn.Module:

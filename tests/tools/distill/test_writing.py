@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +189,7 @@ def test_a_wave_is_a_function_of_its_number(tmp_path: Any) -> None:
         author = Author(target.model, target.tokenizer, wanted, 8)
         assert author._turn is not None
         ends = frozenset(range(0, 320, 4))
-        author._turn = replace(author._turn, ends=ends)
+        author._turn = author._turn[0], ends
         return author.wave(number)
 
     first = wave(0)
