@@ -12,10 +12,8 @@ import pytest
 from specdec.cuda import kernels, ngram_kernel
 from specdec.spec_decode import ngram_search
 from tests.cuda.emulation.cuda import (
-    KernelFault,
     emulated,
     needs_compiler,
-    plant,
 )
 
 pytestmark = needs_compiler
@@ -101,62 +99,3 @@ def test_matches_reach_across_the_end_of_the_ring() -> None:
 
 def test_proven() -> None:
     assert ngram_kernel.proven.__wrapped__(*REFERENCES)
-
-
-SEARCH_FAULTS = {
-    "itself": (" || behind == 0", ""),
-    "one too few": ("position - size >= oldest", "position - size > oldest"),
-    "beyond the oldest": ("while (size < max_ngram && position - size >= oldest)",
-                          "while (size < max_ngram)"),
-    "longer": ("size < max_ngram", "size <= max_ngram"),
-    "an older token": ("wanted = at == last ? newest : own", "wanted = own"),
-    "too short": ("size >= min_ngram", "size > min_ngram"),
-    "an older ring": ("last - (capacity - 1)", "last - capacity"),
-    "the oldest match": ("(position - oldest))", "(last - position))"),
-    "half of the threads": ("half = THREADS / 2", "half = THREADS / 4"),
-    "too soon read": ("found[threadIdx.x] = best;\n  __syncthreads();",
-                      "found[threadIdx.x] = best;"),
-    "too soon reduced": ("found[threadIdx.x + half]);\n    __syncthreads();",
-                         "found[threadIdx.x + half]);"),
-    "beyond shared memory": ("if (threadIdx.x < half)", "if (threadIdx.x <= half)"),
-    "no step": ("end + 1 + j", "end + j"),
-    "no repetition": ("j % period", "j"),
-    "no newest": ("token = at == last ? newest : own", "token = own"),
-    "another row": ("row * (k + 1) + 1 + j", "1 + j"),
-    "no newest in front": ("(k + 1)] = newest", "(k + 1)] = 9"),
-    "a place too far": ("(k + 1) + 1 + j", "(k + 1) + 2 + j"),
-    "lengths of one row": ("found_lengths[row]", "found_lengths[0]"),
-}  # fmt: skip
-KEEP_FAULTS = {
-    "one too few": ("behind <= kept[row]", "behind < kept[row]"),
-    "no newest": ("behind == 0", "behind == -1"),
-    "a place further": ("lengths[row] - 1", "lengths[row]"),
-    "an older token": ("recent_shape[1] - 1]", "recent_shape[1] - 2]"),
-    "past the ring": ("at >= rows * capacity", "at > rows * capacity"),
-    "another row": ("chosen[row * chosen_shape[1]", "chosen[0"),
-    "the next token": ("behind - 1]", "behind]"),
-}
-
-
-@pytest.mark.parametrize("name", SEARCH_FAULTS)
-def test_faults_of_the_search_are_found(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    assert not survives(monkeypatch, "_SEARCH", *SEARCH_FAULTS[name], searched_alike)
-
-
-@pytest.mark.parametrize("name", KEEP_FAULTS)
-def test_faults_of_keeping_are_found(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    assert not survives(monkeypatch, "_KEEP", *KEEP_FAULTS[name], kept_alike)
-
-
-def survives(
-    monkeypatch: pytest.MonkeyPatch, of: str, old: str, new: str, check: Any
-) -> bool:
-    plant(monkeypatch, ngram_kernel, of, old, new)
-    try:
-        return alike(check, 60)
-    except KernelFault:
-        return False

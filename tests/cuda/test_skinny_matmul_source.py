@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from specdec.cuda import kernels, skinny_matmul
 from specdec.cuda.kernels import TYPES
 from tests.cuda.emulation.cuda import (
-    KernelFault,
     emulated,
     needs_compiler,
     plant,
@@ -163,70 +161,6 @@ def test_a_view_of_one_row_begins_anywhere(dtype: mx.Dtype, offset: int) -> None
     flat = drawn(48 * 96 + 8, dtype=dtype, seed=1)
     of_view = flat[offset : offset + 48 * 96].reshape(48, 96)
     assert rounded_once(skinny_matmul.product(x, of_view, None), x, of_view, None)
-
-
-FAULTS = {
-    "half of the products": (
-        "SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);",
-        "",
-    ),
-    "halves swapped": ("one.x, one.y", "one.y, one.x"),
-    "fragments swapped": (
-        "upper.x, lower.x, upper.y, lower.y",
-        "upper.x, upper.y, lower.x, lower.y",
-    ),
-    "rows beyond x": ("group, M - 1)", "group, M)"),
-    "columns beyond x": ("at = k < K ?", "at = k <= K ?"),
-    "columns twice": ("part * 8 < K", "part * 8 <= K"),
-    "rows beyond the matrix": ("i * 8 + group, N - 1)", "i * 8 + group, N)"),
-    "the lower rows": ("i * 8 + group", "group"),
-    "a column more": ("at < N)", "at <= N)"),
-    "a row more": ("m < M && at", "m <= M && at"),
-    "too few warps": ("w < WARPS", "w + 1 < WARPS"),
-    "turns too early": ("begin += UNROLL * WARPS * 32", "begin += WARPS * 32"),
-    "a wrong sum": ("[8 + group] = sum[3]", "[8 + group] = sum[2]"),
-    "no bias": ("bias_ndim == 1", "bias_ndim == 3"),
-    "the wrong tile": ("top = blockIdx.y * 8 * WIDE", "top = blockIdx.y * 8"),
-    "too soon read": ("__syncthreads();\n      for", "for"),
-    "too soon written": ("}\n      __syncthreads();\n    }", "}\n    }"),
-    "some do not wait": (
-        "  const int lane",
-        "  if (threadIdx.x < 7) return;\n  const int lane",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    old, new = FAULTS[name]
-    texts = ("_TURNS", "_SOURCE", "WRITE")
-    (source,) = (each for each in texts if old in getattr(skinny_matmul, each))
-    plant(monkeypatch, skinny_matmul, source, old, new)
-    # A narrow kernel and the widest, with two blocks of rows.
-    tried = ((1, 37, 544), (81, 17, 544))
-    with suppress(KernelFault):
-        right = all(agrees(*sizes, mx.bfloat16, bias=True) for sizes in tried)
-        assert not right
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("(right - left)", "right"),
-        ("rows * left", "left"),
-        ("(at - left)", "at"),
-        ("at >= right", "at > right"),
-        ("left = right, right = ends[i]", "right = ends[i]"),
-    ],
-)
-def test_faults_of_parts_are_found(
-    monkeypatch: pytest.MonkeyPatch, old: str, new: str
-) -> None:
-    plant(monkeypatch, skinny_matmul, "WRITE", old, new)
-    x, weight = drawn(3, 64), drawn(40, 64, seed=1)
-    with suppress(KernelFault):
-        found = skinny_matmul.parts(x, weight, None, (8, 11, 40))
-        assert not rounded_once(mx.concatenate(found, axis=-1), x, weight, None)
 
 
 def test_a_product_of_another_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

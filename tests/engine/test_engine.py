@@ -15,6 +15,8 @@ from specdec.backend import BackendDefaults
 from specdec.engine.batch import DecodeBatch
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import commit
+from specdec.spec_decode.commit import count_kept
 from tests.plain import (
     AT_ONCE,
     BACKENDS,
@@ -299,3 +301,55 @@ def test_an_idle_engine_holds_no_caches(
     finish(engine)
     assert engine.load.cache_bytes == 0
     assert not engine._in_flight
+
+
+def trim_off_by(error: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        trim = ModelRows.trim_per_sequence
+
+        def faulty(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
+            off = n if isinstance(n, list) else mx.maximum(n + error, 0)
+            trim(self, off, at_most + 1)
+
+        patch.setattr(ModelRows, "trim_per_sequence", faulty)
+        # Room for rows that grow too long: after the end is other memory.
+        room = DecodeBatch._max_length
+        patch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 64)
+
+    return plant
+
+
+def trims_to_the_minimum(patch: pytest.MonkeyPatch) -> None:
+    trim = ModelRows.trim_per_sequence
+
+    def faulty(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
+        uniform = n if isinstance(n, list) else mx.broadcast_to(n.max(), n.shape)
+        trim(self, uniform, at_most)
+
+    patch.setattr(ModelRows, "trim_per_sequence", faulty)
+
+
+def keeps_one_too_many(patch: pytest.MonkeyPatch) -> None:
+    def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
+        return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
+
+    patch.setattr(commit, "count_kept", faulty)
+    patch.setattr("specdec.spec_decode.verifier.committer", lambda: commit.commit)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "plant", [trim_off_by(-1), trim_off_by(1), trims_to_the_minimum, keeps_one_too_many]
+)
+def test_faults_are_caught(
+    target: Any,
+    drafts: dict[str, Any],
+    plant: Callable[[pytest.MonkeyPatch], None],
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them changes the output of the tests above."""
+    plant(monkeypatch)
+    params = [SamplingParams(max_tokens=20)] * 8
+    rows = run_rows(target, drafts["near"], PROMPTS, params, backend=backend)
+    assert [r.tokens for r in rows] != [greedy(target, p, 20) for p in PROMPTS]

@@ -221,6 +221,65 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(
     assert any(len(e.top) < 3 for row in wanted for e in row.logprobs)
 
 
+def never_back(self: GrammarState, ahead: Sequence[int]) -> None:
+    for token in ahead[len(self._ahead) :]:
+        if not self._matcher.consume_token(token):
+            return
+        self._ahead.append(token)
+
+
+def one_late(self: GrammarMasks, logits: mx.array, proposed: mx.array) -> mx.array:
+    masked = GRAMMAR_MASK(self, logits, proposed)
+    before = mx.concatenate([masked[:, :1], masked[:, :-1]], axis=1)
+    return mx.where(before > -mx.inf, logits, -mx.inf)
+
+
+def first_only(self: GrammarMasks, logits: mx.array, proposed: mx.array) -> mx.array:
+    masked = GRAMMAR_MASK(self, logits, proposed)
+    return mx.concatenate([masked[:, :1], logits[:, 1:]], axis=1)
+
+
+GRAMMAR_MASK = GrammarMasks.mask
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        (GrammarState, "move", never_back),
+        (GrammarMasks, "mask", one_late),
+        (GrammarMasks, "mask", first_only),
+    ],
+)
+def test_planted_faults_are_seen(
+    place: Any,
+    name: str,
+    fault: Any,
+    target: Any,
+    draft: Any,
+    compiler: GrammarCompiler,
+    wanted: Sequence[Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparison above sees each of them.
+
+    A state that keeps what was rejected, a mask of the position before, and none after
+    the first.
+    """
+    monkeypatch.setattr(place, name, fault)
+    _, prompts, params = job()
+    some = slice(0, 24)
+    rows = run_rows(
+        target,
+        draft,
+        prompts[some],
+        params[some],
+        batch_size=24,
+        eos=ENDS,
+        grammars=compiler,
+    )
+    assert not same(rows, wanted[some])
+
+
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
 def test_sampled_texts_have_the_distribution_of_the_masked_target(
     verification: Any, target: Any, draft: Any, compiler: GrammarCompiler
