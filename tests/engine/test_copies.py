@@ -30,7 +30,7 @@ from specdec.tools.decoding import token_level
 from tests.cache.test_in_place import write_at_once
 from tests.cuda.test_cache_write import attending
 
-HEADS, SIZE, VOCAB, ROWS, LENGTH = 8, 64, 32, 8, 1000
+HEADS, SIZE, VOCAB, ROWS, LENGTH = 4, 64, 32, 8, 1000
 LAYER = 2 * ROWS * LENGTH * HEADS * SIZE * mx.float32.size
 
 
