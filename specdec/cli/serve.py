@@ -161,7 +161,10 @@ def serve(
     offers = None
     if models_file is not None:
         if replicas is not None or tensor_parallel is not None or launched:
-            raise click.UsageError("--models serves each model with one process")
+            raise click.UsageError(
+                "--models serves each model with one process: leave --replicas and "
+                "--tensor-parallel out"
+            )
         if models.target is not None or models.draft is not None or server.names:
             raise click.UsageError(
                 "--models and --target, --draft or --name: name models in the file"

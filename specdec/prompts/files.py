@@ -122,7 +122,7 @@ def _read(path: str | Path, name: str) -> bytes:
         raise PromptFileError(f"{name}: is a folder: name a file in it") from error
     except OSError as error:
         raise PromptFileError(
-            f"{name}: cannot be read: {error.strerror}: name a file of prompts"
+            f"{name}: cannot be read: {error.strerror}: name a file of text"
         ) from error
 
 

@@ -185,10 +185,10 @@ def read_file(name: str | Path) -> Image:
     try:
         data = read_plain(Path(name).expanduser(), MAX_BYTES)
     except (OSError, ValueError, RuntimeError) as error:  # "~nobody" has no folder
-        reason = getattr(error, "strerror", None) or error
+        reason, remedy = getattr(error, "strerror", None) or error, "name an image"
         if isinstance(error, FileNotFoundError):
-            reason = "no such file: check the path"
-        raise PromptError(f"{shorten(name)}: {shorten(reason)}") from error
+            reason, remedy = "no such file", "check the path"
+        raise PromptError(f"{shorten(name)}: {shorten(reason)}: {remedy}") from error
     try:
         return read_image(data)
     except PromptError as error:

@@ -79,8 +79,6 @@ class Corpus:
         width = len(tokens) + 1  # and a separator
         first = self.end
         if first + width > capacity:  # no answer goes on at the ring's beginning
-            self.tokens[first:] = EMPTY
-            self._changed(slice(first, capacity), np.array([], np.int32))
             first = 0
         self.tokens[first : first + width - 1] = tokens
         self.tokens[first + width - 1] = EMPTY
@@ -109,10 +107,9 @@ class Corpus:
         for part, elements in self._changes:
             new, first = mx.array(self.tokens[part]), mx.array([part.start])
             tokens = mx.slice_update(tokens, new, first, axes=(0,))
-            if len(elements):
-                at, put = mx.array(elements), mx.array(whole[elements])
-                flat = mx.put_along_axis(places.flatten(), at, put, axis=0)
-                places = flat.reshape(places.shape)
+            at, put = mx.array(elements), mx.array(whole[elements])
+            flat = mx.put_along_axis(places.flatten(), at, put, axis=0)
+            places = flat.reshape(places.shape)
         if self._changes:  # an array belongs to its thread until it is computed
             mx.async_eval(tokens, places)
             self._changes.clear()
@@ -232,7 +229,7 @@ def _look_up(
 
     agree = at(ways[..., None] - mx.arange(DEPTH)) == tail[:, None, :]
     size = mx.cumprod(agree.astype(mx.int32), axis=-1).sum(axis=-1)
-    size = mx.where((ways >= 0) & (rows >= 0)[:, None], size, 0)
+    size = mx.where((rows >= 0)[:, None], size, 0)
     size = mx.where(size >= SHORTEST, size, 0)
     # The longest, and of these the newest.
     age = (ends[:, None] - ways - 1) % capacity

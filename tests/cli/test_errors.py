@@ -132,7 +132,10 @@ run -p Hi --json-schema no.json | no.json: there is no such file: check the path
 run -p Hi --json-schema folder | folder: Is a directory: name a file of
 run -p Hi --json-schema bad.toml | : give one JSON object
 run --prompts /proc/self/mem | cannot be read: Input/output error: name a file
-run --prompts /dev/null | it is not a plain file: name a file of prompts
+run --prompts /dev/null | it is not a plain file: name a file of text
+run -p Hi --image /proc/self/mem | Input/output error: name an image
+run -p Hi --image folder | Is a directory: name an image
+serve --models bad.toml --replicas 2 | : leave --replicas and --tensor-parallel out
 run -p Hi --draft layers:9-3 | 9-3 ends before it begins: write 3-9
 bench bad.toml | bad.toml cannot be read: not TOML
 bench bad.toml | : name a recipe in TOML

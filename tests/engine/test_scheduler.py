@@ -267,3 +267,7 @@ def test_requests_that_failed_together_join_one_by_one() -> None:
     scheduler.part(first[:3])
     assert [indices(scheduler.admit([])) for _ in range(3)] == [[0], [1], [2]]
     assert indices(scheduler.admit([])) == [4]
+    scheduler = scheduler_of(4, [1] * 9, join_rounds=4)
+    first = scheduler.admit([])
+    scheduler.part(first[3:])
+    assert indices(scheduler.admit(first[:3])) == [3]  # it had its row: no wait

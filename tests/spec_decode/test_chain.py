@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ from specdec.spec_decode import (
     Proposals,
     Round,
 )
-from specdec.spec_decode.chain import continued
+from specdec.spec_decode.chain import ChainRows, continued
 from specdec.spec_decode.draft_model import DraftModelRows
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, VOCAB, drafts_of, exact, greedy
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -224,6 +225,21 @@ def test_the_smaller_context_holds(
     first, second = Oracle({}), Oracle({})
     first.context_length, second.context_length = contexts
     assert ChainDrafter(first, second).context_length == chained
+
+
+@pytest.mark.parametrize(
+    ("most", "chained"),
+    [((8, 3), 8), ((3, 8), 8), ((None, 3), None), ((3, None), None)],
+)
+def test_the_larger_of_both_counts(
+    most: tuple[int | None, int | None], chained: int | None
+) -> None:
+    """What one can propose, or has to catch up with, is left out."""
+    first, second = Oracle({}), Oracle({})
+    first.max_proposals, second.max_proposals = most
+    assert ChainDrafter(first, second).max_proposals == chained
+    parts: Any = [SimpleNamespace(backlog=n or 0) for n in most]
+    assert ChainRows(*parts, (0, 0)).backlog == max(n or 0 for n in most)
 
 
 def test_the_second_goes_on_where_the_first_ends() -> None:

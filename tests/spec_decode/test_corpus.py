@@ -196,6 +196,14 @@ def test_clients_never_see_each_other() -> None:
     assert corpora.find(["nobody", None], tail_of([[1, 2, 3]] * 2), 3) is None
 
 
+def test_clients_of_long_ago_are_forgotten() -> None:
+    """The one that was here first is forgotten, though it asks all the time."""
+    corpora = Corpora(256, 2)
+    for client in "abac":
+        corpora.add(client, [1, 2, 3, 4])
+    assert corpora.owners(["a", "b", "c"]) == ["a", "c"]
+
+
 def run(
     model: Any,
     prompts: Sequence[Sequence[int]],

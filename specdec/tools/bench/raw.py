@@ -212,7 +212,9 @@ class RawFile:
             for path in missing:  # it can be made, which is all that is known yet
                 path.rmdir()
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be used: {error.strerror}") from error
+            raise ConfigError(
+                f"{folder} cannot be used: {error.strerror}: name another folder"
+            ) from error
         if self.path.exists() and self.path.stat().st_size:
             self.results = Results.read(folder)
             _check_same(folder, self.results.recipe, recipe)
