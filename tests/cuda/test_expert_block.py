@@ -75,6 +75,7 @@ def test_layers_are_the_block_s_until_it_fails(verdict: bool | None) -> None:
     """Those of a block that will be proven are proven twice, or those of none never."""
     model = block_of(KINDS[0])
     form = expert_block.form_of(model.mlp)
+    assert form is not None
     if verdict is not None:
         expert_block.proven.verdicts[form] = verdict
     its_own = [] if verdict is False else [*model.mlp.switch_mlp.values()]

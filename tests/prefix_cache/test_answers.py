@@ -12,15 +12,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec import EngineConfig, SamplingParams
+from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.backend import BackendDefaults
 from specdec.cache import recurrent
 from specdec.engine.engine import Engine
-from specdec.models.runner import ModelRunner
+from specdec.models.runner import EndedRow, ModelRows, ModelRunner
 from specdec.prefix_cache import entries, session, snapshot
 from specdec.prefix_cache.store import PrefixStore
 from specdec.request import Request
 from specdec.spec_decode import Drafter, DraftModel, NgramDrafter
+from specdec.tools.decoding import token_level
 from tests.cache.small_models import MODELS
 from tests.conftest import _tiny_model
 from tests.models import architectures
@@ -475,3 +476,20 @@ def test_a_switch_turns_it_off() -> None:
     prompt = BEGINNINGS[0]
     (request,) = decoding.turn([prompt], [SamplingParams(max_tokens=9)])
     assert decoding.check([*prompt, *request.tokens, 3]) == len(prompt) - 1
+
+
+def test_a_row_that_failed_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values that are not finite, say, would be another row's prefix."""
+    stored = list[EndedRow]()
+    monkeypatch.setattr(ModelRows, "store", lambda self, rows: stored.extend(rows))
+
+    def fails(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if tokens.size > 6 else logits
+
+    config = EngineConfig(batch_size=2, prefix_cache_memory=1 << 24)
+    decoder = SpecDecoder(token_level(target_of("full")), config=config)
+    params = SamplingParams(max_tokens=8)
+    broken = replace(params, logits_processors=(fails,))
+    results = decoder.generate([[1, 2, 3, 4], [5, 6, 7]], [broken, params])
+    assert [r.finish_reason for r in results] == ["error", "length"]
+    assert [row.tokens[0] for row in stored] == [7]

@@ -238,8 +238,8 @@ def test_the_larger_of_both_counts(
     first, second = Oracle({}), Oracle({})
     first.max_proposals, second.max_proposals = most
     assert ChainDrafter(first, second).max_proposals == chained
-    parts: Any = [SimpleNamespace(backlog=n or 0) for n in most]
-    assert ChainRows(*parts, (0, 0)).backlog == max(n or 0 for n in most)
+    rows: Any = [SimpleNamespace(backlog=n or 0) for n in most]
+    assert ChainRows(rows[0], rows[1], (0, 0)).backlog == max(n or 0 for n in most)
 
 
 def test_the_second_goes_on_where_the_first_ends() -> None:
