@@ -173,7 +173,8 @@ def test_graphs_write_few_and_many_tokens_in_turn(
     Nothing can be handed to the device while a graph is traced. So what was written in
     place is handed over before MLX writes in a graph.
     """
-    handed_over, hand_over = list[Any](), mx.async_eval
+    handed_over: list[Any] = []
+    hand_over: Any = mx.async_eval
 
     def begin(*arrays: Any) -> None:
         handed_over.extend(arrays)
