@@ -22,6 +22,7 @@ from specdec.server.encoding import Encoded
 from specdec.server.job import Call, Tools
 from specdec.server.parts import Parts
 from specdec.server.service import Service
+from specdec.server.tool_calls import CallFormat
 from tests.models.gguf_files import byte_level, random_model, write_model
 from tests.server.harness import (
     TEMPLATE,
@@ -773,3 +774,18 @@ def test_strict_calls_of_every_json_form(form: str, tmp_path: Path) -> None:
         assert not takes(text.replace("write_file", "other"))
         assert takes("yes")
         assert takes("Well, then.") == (answer is None)
+
+
+def test_ids_of_different_calls_stay_different() -> None:
+    """An answer is read as that of another call: one's new id is another's own."""
+    calls = [
+        {"id": id_, "function": {"name": "f"}}
+        for id_ in ("functions.f:1", "x", "functions.f:2", "x")
+    ]
+    kimi = CallFormat("kimi_k2", "", ids="numbered")
+    (fitted,) = kimi.fit_ids([{"role": "assistant", "tool_calls": calls}])
+    one, two, three, again = (call["id"] for call in fitted["tool_calls"])
+    assert one == "functions.f:1"
+    assert len({one, two, three}) == 3
+    assert again == two
+    assert all(kimi.valid_id(each) for each in (one, two, three))
