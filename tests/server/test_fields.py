@@ -147,6 +147,9 @@ def test_vllm_fields(decoder: SpecDecoder, server: Running) -> None:
     assert choice["token_ids"] == list(expected.token_ids)
     prompt = decoder.tokenizer.encode(expected.prompt, add_special_tokens=False)
     assert choice["prompt_token_ids"] == prompt
+    # A grammar ends where it ends.
+    answer = post(server, "completions", ignore_eos=True, guided_regex="a")
+    assert answer.json()["choices"][0]["text"] == "a", answer.text
     answer = post(
         server,
         "completions",
