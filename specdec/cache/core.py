@@ -276,6 +276,11 @@ class CacheCore:
         """How keys and values are packed: ``bits`` and ``group_size``, or nothing."""
         return self._storage.codec.options
 
+    @property
+    def lent(self) -> bool:
+        """Whether keys and values may be held elsewhere."""
+        return self._storage.lent
+
     def empty(self) -> bool:
         """Whether nothing is allocated: never written, or no rows left."""
         return self._storage.empty

@@ -18,7 +18,7 @@ from .batch import BatchCache
 from .columns import counts_columns
 from .core import Memo, Settings
 from .kinds import BatchChunkedKVCache, BatchKVCache, BatchRotatingKVCache
-from .members import BatchCacheList
+from .members import BatchCacheList, members
 from .positions import at_least, whole
 from .recurrent import BatchRecurrentCache
 from .storage import GroupSizeError, QuantizedCodec
@@ -216,6 +216,9 @@ def check_caches(
             options = replace(options, mask_heads=1)
             caches = make_batch_caches(model, 3, replace(small, mask_heads=1), name)
         _try(model, caches)
+        # Code that reads arrays of caches would have them copied in every forward.
+        if options.in_place and any(c.lent for c in members(caches)):
+            return check_caches(model, name, replace(options, in_place=False))
     except GroupSizeError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
     except UnsupportedModelError:

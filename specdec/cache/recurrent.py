@@ -176,6 +176,11 @@ class BatchRecurrentCache(BatchCache):
         super().skip(num_tokens)
         self._begin()
 
+    @property
+    def lent(self) -> bool:
+        """States are never written in place."""
+        return False
+
     def _begin(self, *, spans: bool = False) -> None:
         """Remember the states before the next write; ``spans``: the next writes."""
         self._before: Slots = self._slots

@@ -185,6 +185,7 @@ class Storage:
     Attributes:
         least: the fewest slots that the first write allocates.
         waiting: what attention is to write, see :meth:`write_later`.
+        asked: what attention has written last.
         after: what the next write in place has to come after: the result of attention,
             or of the write before. ``None``: MLX made the arrays, and attention of few
             tokens has not read them.
@@ -194,6 +195,7 @@ class Storage:
     """
 
     waiting: Unwritten | None
+    asked: Unwritten | None = None
     after: mx.array | None
     unsettled: bool
     lent: bool
@@ -226,7 +228,7 @@ class Storage:
         What a tail holds is written to them; there is none then.
         """
         if (waiting := self.waiting) is not None:
-            waiting.written(waiting.new[0])
+            waiting.write(waiting.new[0])
         if (tail := self.tail) is not None:
             self.tail = None
             if tail.most:
@@ -339,7 +341,8 @@ class Storage:
 
     def read(self, extent: int) -> Arrays:
         """The first ``extent`` slots, for attention."""
-        arrays = self.current()
+        # Queries do not come after a write that no attention has asked for.
+        arrays = self.current() if self.waiting is None else self.settled()
         assert arrays is not None
         if extent == arrays[0].shape[2]:
             return arrays
@@ -402,7 +405,7 @@ class Storage:
 
         This waits for the device, and copies nothing if all of it is finite.
         """
-        arrays = self.arrays or ()
+        arrays = self.settled() or ()
         finite = [mx.isfinite(a[row : row + 1]).all() for a in arrays for row in rows]
         mx.eval(finite)
         if all(each.item() for each in finite):

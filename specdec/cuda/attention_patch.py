@@ -149,6 +149,11 @@ def takes_single(model: nn.Module) -> bool:
     )
 
 
+def attends_by_ours(model: nn.Module) -> bool:
+    """Whether :func:`attend` computes attention of the model, now or once it may."""
+    return takes_single(model) or bool(_attending(model))
+
+
 def _halves(module: nn.Module) -> list[mx.Dtype]:
     """The 16-bit types of its weights or their scales, which its queries have too."""
     arrays: Any = tree_flatten(module.parameters())

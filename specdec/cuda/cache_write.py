@@ -172,18 +172,23 @@ class Unwritten:
         """Queries, keys and values for attention; the first call writes."""
         storage = self.storage
         if storage.waiting is self:
-            storage.waiting = None
-            arrays = storage.current()
-            if writes_in_place(arrays) and takes(queries, arrays, self.new):
-                queries, arrays = write(
-                    queries, arrays, self.new, self.slots, storage.after
-                )
-                storage.arrays, storage.after = arrays, queries
-                storage.unsettled = True
-            else:
-                storage.write(self.new, self.slots)
+            queries, storage.asked = self.write(queries), self
+        elif self.new and storage.asked is not self:
+            storage.settled()  # it was written without these queries
         keys, values = storage.read(self.extent)
         return queries, keys, values
+
+    def write(self, queries: mx.array) -> mx.array:
+        """Write now; the queries that attention has to read."""
+        storage, storage.waiting = self.storage, None
+        arrays = storage.current()
+        if not (writes_in_place(arrays) and takes(queries, arrays, self.new)):
+            storage.write(self.new, self.slots)
+            return queries
+        queries, arrays = write(queries, arrays, self.new, self.slots, storage.after)
+        storage.arrays, storage.after = arrays, queries
+        storage.unsettled = True
+        return queries
 
     def read_by(self, result: mx.array) -> None:
         """Let the next write come after attention with this result."""

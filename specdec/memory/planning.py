@@ -29,6 +29,7 @@ from ..cache import (
 )
 from ..config import EngineConfig
 from ..cuda import gated_delta
+from ..cuda.attention_patch import attends_by_ours
 from ..cuda.decode_attention import SIZES
 from ..cuda.modules import leaves_of
 from ..models.draft_heads import DraftHead
@@ -199,7 +200,10 @@ def geometry_of(
         loading_bytes=loading_bytes,
         feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
         proposes_blocks=isinstance(model, DraftHead) and model.at_once,
-        in_place=ours and head in SIZES and not any(c.packing for c in caches),
+        in_place=ours
+        and head in SIZES
+        and attends_by_ours(model)
+        and not any(c.packing for c in caches),
         tail=options.tail * plain,
         tail_from=options.tail_from * plain,
     )

@@ -193,8 +193,17 @@ class History:
         self.cache.resize(self._random.choice([18, 20, 22]))
 
     WRITES = 6 * (few, context, trim)
+
+    def late(self) -> None:
+        """Something else has it written before attention asks for it."""
+        new = self._new(self.cache.batch_size, 2)
+        mask = self.cache.make_mask(2, return_array=True)
+        keys, values = self.cache.update_and_fetch(new, new)
+        assert self.cache.written
+        self.found.append(attend(new, keys, values, self.cache, 0.3, mask))
+
     MOVES = filtered, extend, place, placed, clean, make_finite, resize
-    READS = wide, read, columns, single, merged, restored, assigned, *MOVES
+    READS = wide, read, columns, single, merged, restored, assigned, *MOVES, late
 
     def run(self, steps: int = 40) -> list[mx.array]:
         """Take ``steps`` steps; all that was read."""
@@ -206,6 +215,8 @@ class History:
             cache, (arrays, _) = self.cache, self.cache.written
             step(self)
             same = cache is self.cache and cache.written[0] is arrays
+            if step is History.late:
+                arrays, same = cache.written[0], False
             if step is not History.resize or not same:
                 assert not self._device.waits(arrays), step.__name__
         found = flat(self.found)

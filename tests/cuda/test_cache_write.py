@@ -209,6 +209,26 @@ def test_graphs_write_few_and_many_tokens_in_turn(
         assert mx.allclose(one, other, 1e-4, 1e-4)
 
 
+def test_models_that_read_their_caches_are_not_written_so(
+    tiny_model: TinyModel,
+) -> None:
+    """Every forward would copy them, since what was read stays as it is."""
+    model = attending(tiny_model("llama"))
+    options = CacheOptions(max_write=8, in_place=True)
+    assert check_caches(model, "it", options).in_place
+    attention = type(model.layers[0].self_attn)
+
+    class Reads(attention):  # type: ignore[misc, valid-type]
+        def __call__(self, x: Any, mask: Any = None, cache: Any = None) -> Any:
+            usual: Any = super()
+            result: mx.array = usual.__call__(x, mask, cache)
+            cache.keys = mx.depends(cache.keys, [result])
+            return result
+
+    model.layers[1].self_attn.__class__ = Reads
+    assert not check_caches(model, "it", options).in_place
+
+
 def test_packed_caches_are_not_written_so(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

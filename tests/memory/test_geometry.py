@@ -20,6 +20,7 @@ from specdec.sampling_params import SamplingParams
 from specdec.tools.bench.models import undrawn_model
 
 from ..cache.small_models import MODELS, ChunkedModel
+from ..models.architectures import build as architecture
 
 TinyModel = Callable[..., nn.Module]
 CPU = backend._DEFAULTS["cpu"]
@@ -38,6 +39,22 @@ def build(tiny_model: TinyModel, name: str, head_dim: int = 8) -> nn.Module:
     if head_dim != 8:
         arguments = {**arguments, "head_dim": head_dim}
     return tiny_model(arch, **arguments)
+
+
+def test_which_models_are_written_in_place() -> None:
+    """Others may copy their caches, which plans count."""
+    found = {}
+    for arch, options in (("llama", {}), ("llama", {"kv_bits": 8}), ("gemma2", {})):
+        model = architecture(arch, head_dim=64)
+        model.set_dtype(mx.bfloat16)
+        config = {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 256}
+        cache = CacheOptions(max_write=2, kv_bits=options.get("kv_bits"))
+        for kernels in (False, True):
+            geometry = geometry_of(model, config, "it", cache, kernels=kernels)
+            found[arch, bool(options), kernels] = geometry.in_place
+    assert [key for key, in_place in found.items() if in_place] == [
+        ("llama", False, True)
+    ]
 
 
 def check_run(
