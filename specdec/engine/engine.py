@@ -465,12 +465,16 @@ class Engine:
         """
         if running and self._running is not None and self._running.drafts:
             return True
-        k, rows = self._choice.most, [*running, *requests]
-        n = len(rows)
-        room = [k * s.drafts for s in running] + [k] * len(requests)
-        tokens = sum(s.remaining for s in rows) / n
-        prompts = sum(len(s.prompt_tokens) for s in requests) // n
-        state = BatchState(n, room, tokens, prompts, context=prompts)
+        k, n = self._choice.most, len(requests)
+        free = self._scheduler.batch_size - len(running) - n
+        # Those that wait for a row are like these: they join next.
+        joining = n + min(self._scheduler.expected, free)
+        room = [k * s.drafts for s in running] + [k] * joining
+        tokens = sum(s.remaining for s in requests) / n * joining
+        tokens = (tokens + sum(s.remaining for s in running)) / len(room)
+        context = sum(len(s.prompt_tokens) for s in requests) // n
+        prompts = context * joining // len(room)
+        state = BatchState(len(room), room, tokens, prompts, context=context)
         return self._choice.may_pay(state)
 
     def _decode(self) -> bool:

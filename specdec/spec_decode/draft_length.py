@@ -1085,7 +1085,7 @@ class AutoLength:
             full = self.costs.catch_up(state.num_rows, state.backlog) <= MOST_SAVED
         if not best and self._first_try(state.num_rows):
             return min(k for k in rates if k)
-        if self._budget <= 0:  # nothing may be tried: most rounds end here
+        if self._budget <= 0 and not self._owed:  # most rounds end here
             return best
         reach = max(self._budget, MOST_SAVED / 2)
         rounds = min(LONGEST, TIMED + len(state.in_flight))
@@ -1138,13 +1138,15 @@ class AutoLength:
                 # What follows a round is about half of what drafting a token takes.
                 once *= state.rests / 2
                 affordable = most >= once
+                self._spend(once)
             for doubt in (0.0, 1.0) if affordable else (0.0,):
                 rates = expected(state, ks, doubt=doubt)
                 for k in ks[1:]:
                     rounds = state.remaining / 2 / max(1.0, rates[k])
                     if rounds * (rates[k] - 1) > once:
-                        self._spend(min(once, most) if doubt else 0.0)
-                        self._owed |= doubt > 0 and not state.rests
+                        if doubt and not state.rests:
+                            self._spend(min(once, most))
+                            self._owed = True
                         return True
             if state.rests:
                 return False

@@ -191,6 +191,16 @@ def test_what_rows_that_begin_are_asked_by(target: Any) -> None:
     assert all(o.forced for o in length.outcomes)
 
 
+def test_rows_that_join_in_parts_are_asked_for_together(target: Any) -> None:
+    """Catches a choice by the few rows of the first prefill: all wait for the last."""
+    length = Script(lambda number: 2, may_pay=False)
+    params = [SamplingParams(max_tokens=20)] * 4
+    prompts = make_prompts(4, 4, 4, 60)
+    run_rows(target, target, prompts, params, batch_size=4, length=length)
+    first = length.asked[0]
+    assert (first.num_rows, list(first.room)) == (4, [4] * 4)
+
+
 def test_rows_join_those_that_draft_unasked(target: Any) -> None:
     """Until nothing was drafted for long: a draft of no use takes in no prompts."""
     length = Deciding(lambda number: 2 if number < 10 else 0, [True, False])
