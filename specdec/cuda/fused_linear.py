@@ -260,10 +260,14 @@ def stacked(module: nn.Module, x: mx.array) -> mx.array | None:
 def _stackable(module: Any) -> Sequence[Sequence[Any]]:
     """Joined layers of a module whose products can be one; empty: there are none."""
     layers: Sequence[Sequence[Any]] = getattr(module, "of_one_input", ())
-    if len(layers) < 2 or not all(isinstance(each[0], _Joined) for each in layers):
-        return ()
-    products = [each[0]._product for each in layers]
-    return layers if _alike([p._whole for p in products], _JOINED) else ()
+    products = [vars(each[0]).get("_product") for each in layers]
+    wholes = [
+        product._whole
+        for product, each in zip(products, layers, strict=True)
+        if product is not None and product.serves(each)
+    ]
+    fits = 1 < len(wholes) == len(layers) and _alike(wholes, _JOINED)
+    return layers if fits else ()
 
 
 def joining_bytes(model: nn.Module) -> int:
