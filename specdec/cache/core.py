@@ -281,6 +281,11 @@ class CacheCore:
         """Whether keys and values may be held elsewhere."""
         return self._storage.lent
 
+    @property
+    def knows_dtype(self) -> bool:
+        """Whether masks have the type of the scores, before the first write too."""
+        return self._storage.dtype is not None
+
     def empty(self) -> bool:
         """Whether nothing is allocated: never written, or no rows left."""
         return self._storage.empty
@@ -338,11 +343,12 @@ class CacheCore:
         return longest, capacity, self._extent(longest, capacity, num_tokens)
 
     def begin_like(self, other: CacheCore) -> None:
-        """Let the first write allocate as many slots as ``other`` has.
+        """Let the first write allocate as many slots as ``other`` has, of its type.
 
         The rows can then be placed into ``other`` as they are. Nothing extra is
         allocated if that is far more than they can ever need.
         """
+        self._storage.expected = other._storage.dtype
         if self.max_length is not None and self.ring is None:
             most = grown_capacity(self.max_length)
             self._storage.least = other.capacity if other.capacity <= most else 0

@@ -184,6 +184,7 @@ class Storage:
 
     Attributes:
         least: the fewest slots that the first write allocates.
+        expected: :attr:`dtype` after the first write, if it is known.
         waiting: what attention is to write, see :meth:`write_later`.
         asked: what attention has written last.
         after: what the next write in place has to come after: the result of attention,
@@ -206,6 +207,7 @@ class Storage:
         self.codec = codec
         self.arrays = arrays
         self.least = 0
+        self.expected: mx.Dtype | None = None
 
     @property
     def arrays(self) -> Arrays | None:
@@ -303,9 +305,9 @@ class Storage:
 
     @property
     def dtype(self) -> mx.Dtype | None:
-        """Type of the scores that attention computes, once something is stored."""
+        """Type of the scores that attention computes, as far as it is known."""
         # The last array is the values, or their biases: in the model's dtype.
-        return None if self._arrays is None else self._arrays[-1].dtype
+        return self.expected if self._arrays is None else self._arrays[-1].dtype
 
     def grow(self, capacity: int) -> None:
         """Append zeroed slots up to ``capacity``; one copy, nothing else held."""

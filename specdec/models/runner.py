@@ -464,9 +464,11 @@ class ModelRows:
             memo = self._memo
             memo.until, memo.in_windows = self._images.until(done, valid, width)
             usual = scores is None and not inputs and memo.until is None
-            # Masks of empty caches have no dtype, so they are boolean. Where attention
-            # reads no such masks, it selects by them: one more kernel to compile.
-            usual &= max(done) > 0 or self.runner.backend.boolean_masks
+            # Masks of unknown dtype are boolean. Where attention reads no such masks,
+            # it selects by them: one more kernel to compile.
+            usual &= self.runner.backend.boolean_masks or all(
+                cache.knows_dtype for cache in members(self._caches)
+            )
             if not (usual and self._compiled((tokens,), valid=valid)):
                 self._padded_forward(tokens, valid, model=model, **inputs)
             memo.until = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from specdec.cache import CacheOptions, Memo, make_batch_caches, members
+from specdec.cache import (
+    CacheOptions,
+    Memo,
+    core,
+    make_batch_caches,
+    members,
+    positions,
+)
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
@@ -325,3 +333,38 @@ def test_steps_of_one_row_are_compiled_where_attention_takes_a_mask(
         expected = model(mx.array([prompt]))[:, -1:]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_first_chunks_of_joining_rows_are_compiled(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Their masks have the type of the rows beside them, as those of later chunks."""
+    dtypes = list[Any]()
+    make = positions.additive_mask
+
+    def noted(visible: mx.array, dtype: mx.Dtype) -> mx.array:
+        dtypes.append(dtype)
+        return make(visible, dtype)
+
+    monkeypatch.setattr(core, "additive_mask", noted)
+    model = built(tiny_model, kind)
+    backend = replace(BEHIND, compile_after=0, pad_single_token=False)
+    runner = ModelRunner(model, "it", EngineConfig(), backend)
+    batch = runner.rows([[3, 1, 4], [1, 5]], max_round=1, max_length=40)
+    for _ in batch.prefill():
+        pass
+    graphs = list[int]()
+    for prompt in [9, 2, 6, 5], [3, 5]:
+        rows = runner.rows([prompt], max_round=1, max_length=40)
+        before = len(dtypes), rows.new_shapes
+        for _ in rows.prefill():
+            pass
+        graphs.append(rows.new_shapes - before[1])
+        assert (len(dtypes) > before[0]) == (prompt[0] == 3)
+        batch.place([0], rows)
+        found = batch.forward(mx.array([[7], [7]]))[0]
+        expected = model(mx.array([[*prompt, 7]]))[0, -1:]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        batch.trim_per_sequence([1, 1], 1)
+    assert graphs == [0, 1]
