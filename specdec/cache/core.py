@@ -282,9 +282,13 @@ class CacheCore:
         return self._storage.lent
 
     @property
-    def knows_dtype(self) -> bool:
-        """Whether masks have the type of the scores, before the first write too."""
-        return self._storage.dtype is not None
+    def dtype(self) -> mx.Dtype | None:
+        """Type of the scores, and of additive masks; it may be set before a write."""
+        return self._storage.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: mx.Dtype | None) -> None:
+        self._storage.expected = dtype
 
     def empty(self) -> bool:
         """Whether nothing is allocated: never written, or no rows left."""
@@ -343,12 +347,11 @@ class CacheCore:
         return longest, capacity, self._extent(longest, capacity, num_tokens)
 
     def begin_like(self, other: CacheCore) -> None:
-        """Let the first write allocate as many slots as ``other`` has, of its type.
+        """Let the first write allocate as many slots as ``other`` has.
 
         The rows can then be placed into ``other`` as they are. Nothing extra is
         allocated if that is far more than they can ever need.
         """
-        self._storage.expected = other._storage.dtype
         if self.max_length is not None and self.ring is None:
             most = grown_capacity(self.max_length)
             self._storage.least = other.capacity if other.capacity <= most else 0

@@ -113,6 +113,8 @@ class ModelRunner:
         mx.eval(model)
         self.model, logits = without_idle(model, self.options, name)
         self._twins = twins_within(self.model)
+        #: The dtypes of caches of earlier rows; empty: there were none.
+        self.dtypes: list[mx.Dtype | None] = []
         #: The rows that other rows were last placed into; more will follow.
         self.joined: weakref.ref[ModelRows] | None = None
         self.vocab_size = int(logits.shape[-1])
@@ -359,6 +361,8 @@ class ModelRows:
         self._caches = make_batch_caches(
             runner.model, len(prompts), options, runner.name, self._memo
         )
+        for cache, dtype in zip(members(self._caches), runner.dtypes, strict=False):
+            cache.dtype = dtype
         beside = None if runner.joined is None else runner.joined()
         if beside is not None:
             for cache, other in zip(self._caches, beside._caches, strict=True):
@@ -467,7 +471,7 @@ class ModelRows:
             # Masks of unknown dtype are boolean. Where attention reads no such masks,
             # it selects by them: one more kernel to compile.
             usual &= self.runner.backend.boolean_masks or all(
-                cache.knows_dtype for cache in members(self._caches)
+                cache.dtype is not None for cache in members(self._caches)
             )
             if not (usual and self._compiled((tokens,), valid=valid)):
                 self._padded_forward(tokens, valid, model=model, **inputs)
@@ -494,6 +498,8 @@ class ModelRows:
         # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
         self._memo.clear()
+        if done and any(done):
+            self.runner.dtypes = [cache.dtype for cache in members(self._caches)]
         if self.session is not None and self.runner._stores_answers:
             finish = self.session.finish
             self._finish = [partial(finish, i) for i in range(len(lengths))]
