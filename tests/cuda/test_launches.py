@@ -223,11 +223,11 @@ def test_a_verification_of_gated_delta_layers_launches_what_a_step_does(
         for _ in rows.prefill():
             pass
         for _ in range(3):
-            mx.eval(rows.offset, [cache.given() for cache in rows._caches])
+            mx.eval(rows.offset, [cache.given(tokens) for cache in rows._caches])
             logits = rows.forward(mx.ones((2, tokens), mx.int32))
             if tokens > 1:
                 rows.trim_per_sequence(mx.array([0, tokens - 1]), tokens)
-        kept = [array for cache in rows._caches for array in cache.given()[1]]
+        kept = [array for cache in rows._caches for array in cache.given(tokens)[1]]
         file = tmp_path / "graph.dot"
         mx.export_to_dot(str(file), logits, rows.offset, *kept)
         names = Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
