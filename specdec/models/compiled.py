@@ -73,6 +73,8 @@ class CompiledForwards:
         #: Forwards so far that were slower than later ones of the same shapes will be:
         #: they built a graph, or ran as usual because it is not built yet.
         self.new_shapes = 0
+        #: Types of each cache's masks, as earlier rows have shown; empty: unknown.
+        self.dtypes: list[mx.Dtype | None] = []
         self._after = after
         self._met: Counter[Hashable] = Counter()
         self._model = model

@@ -113,8 +113,6 @@ class ModelRunner:
         mx.eval(model)
         self.model, logits = without_idle(model, self.options, name)
         self._twins = twins_within(self.model)
-        #: The dtypes of caches of earlier rows; empty: there were none.
-        self.dtypes: list[mx.Dtype | None] = []
         #: The rows that other rows were last placed into; more will follow.
         self.joined: weakref.ref[ModelRows] | None = None
         self.vocab_size = int(logits.shape[-1])
@@ -361,7 +359,8 @@ class ModelRows:
         self._caches = make_batch_caches(
             runner.model, len(prompts), options, runner.name, self._memo
         )
-        for cache, dtype in zip(members(self._caches), runner.dtypes, strict=False):
+        known = [] if runner.compiled is None else runner.compiled.dtypes
+        for cache, dtype in zip(members(self._caches), known, strict=False):
             cache.dtype = dtype
         beside = None if runner.joined is None else runner.joined()
         if beside is not None:
@@ -498,8 +497,9 @@ class ModelRows:
         # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
         self._memo.clear()
-        if done and any(done):
-            self.runner.dtypes = [cache.dtype for cache in members(self._caches)]
+        if self.runner.compiled is not None and any(done):
+            dtypes = [cache.dtype for cache in members(self._caches)]
+            self.runner.compiled.dtypes = dtypes
         if self.session is not None and self.runner._stores_answers:
             finish = self.session.finish
             self._finish = [partial(finish, i) for i in range(len(lengths))]
