@@ -795,6 +795,12 @@ class RoundCosts:
         if self._pace is None:
             self._pace = self._plain_pace = error
         error -= self._pace
+        others = self._last is not None and self._last[0] != num_rows
+        if others and k and mine.confirmed > MEMORY:
+            # Forwards of another number of rows may be wrong by any factor. What is
+            # well known of k changes only where that number stays.
+            self._pace, self._plain_pace = self._pace + error, self._plain_pace + error
+            error = 0.0
         moved = 0.0 if k else self._moved
         # What was measured or stored may be wrong by any factor. Later rounds are not,
         # and a stall says nothing, but no load makes a round quicker.

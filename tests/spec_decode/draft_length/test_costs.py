@@ -121,6 +121,27 @@ def test_the_pace_of_the_machine_is_no_cost() -> None:
     assert found == pytest.approx(CPU(1, 2) / CPU(1, 0), rel=0.1)
 
 
+def test_fewer_rows_at_the_end_of_jobs_do_not_change_a_cost() -> None:
+    """Catches a wrong forward of few rows that each job charges to k with many."""
+    forwards = Forwards(32, {1: 4e-3, 2: 4.2e-3, 7: 5e-3}, 1e-6, draft_once=1e-3)
+    costs = RoundCosts(ForwardCosts([forwards]))
+
+    def rounds(num_rows: int, k: int, seconds: float) -> None:
+        for _ in range(20):
+            timing = RoundTiming(num_rows, k, [], seconds)
+            costs.observe(timing, once=0.0)
+
+    for rows in (32, 8):
+        for k, seconds in ((0, 4e-3), (6, 6e-3), (0, 4e-3), (6, 6e-3)):
+            rounds(rows, k, seconds)
+    known = costs.relative(32, 6)
+    assert known == pytest.approx(1.5, rel=0.05)
+    for _ in range(20):
+        for rows, pace in ((32, 1.0), (8, 1.25)):
+            rounds(rows, 6, 6e-3 * pace)
+    assert costs.relative(32, 6) == pytest.approx(known, rel=0.05)
+
+
 def test_a_plain_round_shows_whose_the_change_is() -> None:
     """Rounds that draft become slower; the next plain one says whether all did."""
     truth = CPU(1, 2) / CPU(1, 0)
