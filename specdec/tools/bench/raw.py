@@ -26,6 +26,8 @@ FORMAT = 1
 _MOST_BYTES = 2 * 10**9
 # Figures are not computed for rounds with more draft tokens than this.
 _MOST_DRAFTED = 10_000
+# Keys of every line, and of a job's. A kind that is made anew is compiled anew.
+_LINE, _JOB = table({"kind": str}), table({"pass": Int})
 
 Line = dict[str, Any]
 
@@ -123,7 +125,7 @@ class Results:
         if kind == "refused":
             self.refused.add(cell)
             return
-        record = read_record(JobRecord, check(table({"pass": Int}), line))
+        record = read_record(JobRecord, check(_JOB, line))
         if not _fits(record):
             raise DataError("its numbers do not fit together")
         self.passes.setdefault(cell, {})[line["pass"]] = record
@@ -147,7 +149,7 @@ class Results:
         results: Self | None = None
         for number, text_line in enumerate(text.split("\n")[:-1], 1):
             try:
-                line = check(table({"kind": str}), parse_json(text_line))
+                line = check(_LINE, parse_json(text_line))
                 if results is None:
                     results = cls._begun_with(line)
                 else:
