@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..errors import CacheError
 from . import decode_attention
 from .decode_attention import Form
 from .kernels import TYPES, cuda_kernel
@@ -179,12 +180,19 @@ class Unwritten:
         return queries, keys, values
 
     def write(self, queries: mx.array) -> mx.array:
-        """Write now; the queries that attention has to read."""
+        """Write now; the queries that attention has to read.
+
+        Raises:
+            CacheError: they differ in type or shape from the keys that wait.
+        """
         storage, storage.waiting = self.storage, None
         arrays = storage.current()
-        if not (writes_in_place(arrays) and takes(queries, arrays, self.new)):
+        if not writes_in_place(arrays):
             storage.write(self.new, self.slots)
             return queries
+        if not takes(queries, arrays, self.new):
+            # MLX cannot write them in a graph, see Storage.settled.
+            raise CacheError("attention's queries and keys differ in type or shape")
         queries, arrays = write(queries, arrays, self.new, self.slots, storage.after)
         storage.arrays, storage.after = arrays, queries
         storage.unsettled = True

@@ -253,6 +253,26 @@ def test_code_that_does_more_with_keys_gets_them_written(
     assert not check_caches(usual, "it", options).in_place
 
 
+@pytest.mark.parametrize(("kind", "in_place"), [("llama", True), ("cohere2", False)])
+def test_queries_of_another_type_leave_forwards_compiled(
+    monkeypatch: pytest.MonkeyPatch, kind: str, in_place: bool
+) -> None:
+    """Cohere2 has queries in float32 then: nothing is written in place for them."""
+    written(monkeypatch)
+    model = attending(build(kind))
+    model.set_dtype(mx.float16)
+    defaults = replace(BEHIND, kernels=True, compile_after=0)
+    runner = ModelRunner(model, "it", EngineConfig(), defaults)
+    assert runner.options.in_place is in_place
+    rows = runner.rows([[1] * 20, [2] * 30], max_round=4, max_length=200)
+    for _ in rows.prefill():
+        pass
+    for width in (2, 1, 3):
+        rows.forward(mx.ones((2, width), mx.int32))
+    assert runner.compiled is not None
+    assert not runner.compiled._refused
+
+
 def test_what_is_not_proven_is_written_by_mlx() -> None:
     """Other types than were proven, and heads of other sizes."""
     cache, new = ((mx.zeros((1, 2, n, 64)),) * 2 for n in (8, 2))
