@@ -722,6 +722,7 @@ class ModelRows:
 
     def skip(self, num_tokens: int) -> None:
         """Let rows that were written to have ``num_tokens`` more, of zeros."""
+        maybe_quantize(self._caches, self.runner.options, num_tokens)
         for cache in self._caches:
             cache.skip(num_tokens)
 

@@ -8,6 +8,7 @@ The kernel that writes in place on CUDA has a stand-in here, which writes at onc
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -80,6 +81,7 @@ def held(
     for each in (model, draft):
         change(each)
         mx.eval(each)
+    gc.collect()  # what other tests have left is not freed during the rounds
     before, reset = mx.get_active_memory(), False
     config = EngineConfig(
         batch_size=ROWS, prefill_step_size=512, num_draft_tokens=k, **options

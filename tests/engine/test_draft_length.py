@@ -309,6 +309,20 @@ def test_forwards_are_measured_with_a_context(
     assert not measure_forwards(runner, NgramDrafter(), 2, **options).longer
 
 
+def test_a_context_is_packed_where_rows_of_so_many_tokens_are() -> None:
+    """Dense, it would take more memory than plans count, and other times."""
+    config = EngineConfig(kv_bits=8, kv_group_size=32, quantized_kv_start=100)
+    rows = ModelRunner(build("llama", head_dim=32), "it", config, AT_ONCE).rows(
+        [[1] * 3] * 2, max_round=2, max_length=300
+    )
+    for _ in rows.prefill():
+        pass
+    for more, packed in ((50, False), (150, True)):
+        rows.skip(more)
+        rows.forward(mx.ones((2, 1), mx.int32))
+        assert all(bool(cache.packing) is packed for cache in rows._caches)
+
+
 def test_prompts_say_which_context_is_measured(
     target: Any, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
