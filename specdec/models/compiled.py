@@ -177,9 +177,10 @@ class CompiledForwards:
         return result, hidden
 
     def look_at_weights(self) -> None:
-        """Drop all graphs if weights were replaced, since graphs hold the old ones."""
+        """Forget graphs and types of masks if weights were replaced."""
         if self._weights.replaced():
             self._functions.clear()
+            self.dtypes.clear()
 
     @classmethod
     @contextmanager

@@ -269,6 +269,21 @@ def test_a_graph_is_built_when_its_shapes_were_met_often_enough(
     assert forwards((mx.ones((2, 2), mx.int32),), caches) is None
 
 
+def test_replaced_weights_may_have_another_type(tiny_model: TinyModel) -> None:
+    """Catches masks of the type that earlier rows had, which attention refuses."""
+    model = built(tiny_model, "gemma3")
+    runner = ModelRunner(model, "it", EngineConfig(), replace(BEHIND, compile_after=0))
+    for dtype in (mx.float32, mx.float16, mx.float32):
+        model.set_dtype(dtype)
+        mx.eval(model)
+        rows = runner.rows([[1] * 40, [2] * 50], max_round=2, max_length=200)
+        for _ in rows.prefill():
+            pass
+        rows.forward(mx.ones((2, 1), mx.int32))
+        assert runner.compiled is not None
+        assert not runner.compiled._refused
+
+
 def test_replaced_weights_are_those_that_graphs_compute_with(
     tiny_model: TinyModel,
 ) -> None:
