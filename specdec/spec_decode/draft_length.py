@@ -969,8 +969,10 @@ class AutoLength:
             if not plain or not self.costs.paced_by(state.num_rows):
                 return 0
             ks = self._ks(state)
-            stands = (n for n in STANDS if not self._drafts_after(n, state, ks))
-            return next(stands, 0)
+            # Costs change with the band of a context.
+            left = BAND - 1 - int(state.context) % BAND
+            stands = (n for n in STANDS if n <= left)
+            return next((n for n in stands if not self._drafts_after(n, state, ks)), 0)
 
     def _drafts_after(self, rounds: int, state: BatchState, ks: Sequence[int]) -> bool:
         left = {row: max(1, n - rounds - 2) for row, n in state.left.items()}

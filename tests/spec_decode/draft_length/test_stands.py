@@ -29,7 +29,10 @@ def policy(seed: int, rows: int, most: int, step: float, once: float) -> AutoLen
         join_rounds=rng.choice((0, 4)),
     )
     verify = {s: PLAIN * (1 + 0.06 * (s - 1)) for s in (1, 2, 5, 9)}
-    forwards = Forwards(rows, verify, PLAIN * step, PLAIN * once)
+    longer = {s: t + PLAIN * rng.choice((0, 1, 2)) for s, t in verify.items()}
+    forwards = Forwards(
+        rows, verify, PLAIN * step, PLAIN * once, context=2048, longer=longer
+    )
     stored = rng.random() < 0.3
     (costs.forwards.add if stored else costs.add)(forwards)
     return AutoLength(costs, Acceptance([0.6] * 3 * stored), max_draft_tokens=most)
@@ -49,9 +52,11 @@ def job(seed: int) -> tuple[int, int]:
     chance, waiting = rng.choice((0.0, 0.3, 0.5, 0.7, 0.8)), rng.random() < 0.5
     left, flying = dict[int, int](), list[RoundTiming]()
     number = stands = stood = plain = 0
+    context = rng.choice((0, 500, 2040))
     for _ in range(800):
         if rng.random() < 0.003:
             chance = rng.choice((0.0, 0.4, 0.6, 0.9))
+        context += 1
         changes = rng.random() < 0.01
         waiting ^= changes
         while len(left) < rows and (not left or rng.random() < 0.1):
@@ -64,6 +69,7 @@ def job(seed: int) -> tuple[int, int]:
             0 if head else plain,
             [f.num_draft_tokens for f in flying],
             {} if waiting else dict(left),
+            context=context,
         )
         k, stands = always.choose(state), 0 if changes else stands
         if stands:
@@ -109,7 +115,7 @@ def all_jobs() -> tuple[int, int]:
 
 
 def test_a_choice_that_stands_is_that_of_every_round() -> None:
-    """Also of rows that end, of drafts that get better, and of budgets that fill."""
+    """Also of rows that end, drafts that get better, budgets that fill, contexts."""
     rounds, stood = all_jobs()
     assert stood > rounds / 8
 
