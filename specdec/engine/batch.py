@@ -95,24 +95,37 @@ class DecodeBatch(Rounds):
         """Whether a row is drafted for when it begins."""
         return self.most_for(request, len(request.prompt_tokens)) > 0
 
+    def _is_shown(self, request: Request) -> bool:
+        """Whether the drafter reads a row's prompt.
+
+        A prefix is stored with a head's context: without it, nothing would be stored.
+        """
+        fits = len(request.prompt_tokens) <= self._longest
+        return self._is_drafted(request) or (self._has_context_stored and fits)
+
+    @property
+    def _has_context_stored(self) -> bool:
+        """Whether prefixes are stored with the context of a draft head."""
+        runner = self._target.runner
+        return runner.beside is not None and runner.prefixes is not None
+
     def _wants_draft(self) -> bool:
         """Whether the drafter needs to know the rows.
 
         The context of a draft head is needed to find prefixes, which have it beside.
         """
-        runner = self._target.runner
-        stored = runner.recorder is not None and runner.prefixes is not None
         return self._drafter is not None and (
-            stored or any(s is not None and self._is_drafted(s) for s in self.slots)
+            self._has_context_stored
+            or any(s is not None and self._is_drafted(s) for s in self.slots)
         )
 
     def _begin_draft(self) -> DraftRows:
-        """The drafter's rows; a row that is not drafted for has only its last token."""
+        """The drafter's rows; a row that it is not shown has only its last token."""
         assert self._drafter is not None
         texts = []
         for s in self.slots:
             prompt = NO_TOKENS if s is None else s.prompt_tokens
-            texts.append(prompt[0 if s and self._is_drafted(s) else -1 :] or (0,))
+            texts.append(prompt[0 if s and self._is_shown(s) else -1 :] or (0,))
         most = self._max_length()
         if self._target.runner.recorder is not None:
             # The drafter is shown chunks of all rows, and gets the stored prefix of
@@ -154,6 +167,8 @@ class DecodeBatch(Rounds):
         token (added to the rounds in flight), then the drafter's chunks.
         """
         scores = self._scores()
+        shown = any(s is not None and self._is_shown(s) for s in self.slots)
+        self._target.records = shown
         for more in self._target.prefill(scores):
             self._observe(self._following(), self._target.written)
             if more:
@@ -169,8 +184,9 @@ class DecodeBatch(Rounds):
         first = BatchRound(0, tuple([r - 1 for r in running]), first=True)
         self.dispatch(first)
         self._observe(first.decision.chosen, [1] * len(self.slots))
+        self._target.records = self._serves
         if self._draft is not None:
-            if not self._serves:
+            if not shown:
                 self._observe_padding()
             if self.alone:
                 yield
@@ -197,18 +213,18 @@ class DecodeBatch(Rounds):
         return mx.array(tokens, mx.int32)
 
     def _observe(self, following: mx.array, lengths: Sequence[int]) -> None:
-        """Show the drafter the hidden states that it asked for, of rows that it serves.
+        """Show the drafter the hidden states that it asked for, of rows that it reads.
 
         Args:
             lengths: tokens of each row.
         """
         if self._target.hidden is not None and self._draft is not None:
-            drafted = [
-                n if s and self._is_drafted(s) else 0
+            shown = [
+                n if s and self._is_shown(s) else 0
                 for s, n in zip(self.slots, lengths, strict=True)
             ]
-            if any(drafted):
-                self._draft.observe(self._target.hidden, following, drafted)
+            if any(shown):
+                self._draft.observe(self._target.hidden, following, shown)
 
     def _observe_padding(self) -> None:
         """Give a head whose rows are not drafted for caches that can be joined."""
@@ -295,7 +311,7 @@ class DecodeBatch(Rounds):
             s = self.slots[slot]
             if s is None or s.finish_reason == "error":
                 continue
-            if self._target.beside is not None and not s.drafts:
+            if self._target.beside is not None and not self._is_drafted(s):
                 continue  # the drafter has not followed it
             rounds = [f.num_draft_tokens for f in self._in_flight if s in f.rows]
             last, begin = s.prompt_tokens[-1], len(s.prompt_tokens) - 1

@@ -546,19 +546,21 @@ def test_memory_stays_within_the_plan(
     assert planned / 3 < mx.get_peak_memory() - others < planned
 
 
+@pytest.mark.parametrize("undrafted", ["request", "policy"])
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("dflash", [0, 0, 41, 0, 16, 41]),  # a window is not cut
-        ("dflash2", [0, 0, 41, 24, 16, 41]),
-        ("dspark rnn", [0, 0, 41, 24, 16, 41]),
-        ("eagle3", [0, 0, 40, 23, 16, 40]),
-        ("peagle", [0, 0, 40, 23, 16, 40]),
+        ("dflash", [0, 41, 41, 0, 16, 42, 43]),  # a window is not cut
+        ("dflash2", [0, 41, 41, 24, 16, 42, 43]),
+        ("dspark rnn", [0, 41, 41, 24, 16, 42, 43]),
+        ("eagle3", [0, 40, 40, 23, 16, 42, 42]),
+        ("peagle", [0, 40, 40, 23, 16, 42, 42]),
     ],
 )
 def test_prefixes_are_kept_with_the_context(
     name: str,
     expected: list[int],
+    undrafted: str,
     lender: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -566,15 +568,18 @@ def test_prefixes_are_kept_with_the_context(
     """What is proposed after a reused prefix is what is proposed without.
 
     An entry of EAGLE-3's context reads the token after its own, and must not be reused
-    where another one follows. A row that is not drafted for stores nothing: the head
-    knows nothing of it.
+    where another one follows. Of a row that is not drafted for, the prompt is stored,
+    and not the answer: the head has not followed it.
     """
     config = EngineConfig(batch_size=2, num_draft_tokens=K, prefill_step_size=16)
     prefix = make_prompts()[4][:41]
-    undrafted = SamplingParams(max_tokens=3, num_draft_tokens=0)
+    k = 0 if undrafted == "request" else None
+    plain = SamplingParams(max_tokens=9, num_draft_tokens=k)
+    never = Script(lambda _: 0, may_pay=False) if undrafted == "policy" else None
     # One after the other, so that each finds what those before it stored.
     texts = [[*prefix, 1, 2], [*prefix, 5, 6], [*prefix, 9], [*prefix[:24], 3, 4]]
     texts += [prefix[:17], [*prefix, 1, 2, 3]]
+    texts += [[*texts[0], *greedy(lender.model, texts[0], 9), 7]]
     rounds = []
     for store in (None, PrefixStore(memory=1 << 28, block_size=8)):
         drafter, _ = drafter_of(tmp_path, CONFIGS[name], lender, store=store)
@@ -582,8 +587,11 @@ def test_prefixes_are_kept_with_the_context(
         with monkeypatch.context() as patch:
             rounds.append(noted_rounds(patch, BlockRows, ChainedRows))
             for number, text in enumerate(texts):
-                engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
-                request = ask(engine, text, 4 if number else undrafted)
+                length = None if number else never
+                engine = Engine(
+                    runner, drafter, config, AT_ONCE, frozenset(), length=length
+                )
+                request = ask(engine, text, 4 if number else plain)
                 finish(engine)
                 wanted = greedy(lender.model, text, request.params.max_tokens)
                 assert request.tokens == wanted
