@@ -20,7 +20,7 @@ from ..prompts import templates
 from ..prompts.images import read_file
 from ..utils.data_files import HALVES, json_text
 from . import options, ranks
-from .output import show, show_error, show_warnings
+from .output import show, show_error, show_warnings, undrafted
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -244,7 +244,7 @@ class _Talk:
             rate, length = stats.acceptance_rate, stats.acceptance_length
             text += f"; acceptance {rate:.3f}, {length:.2f} tokens a round"
         elif self.decoder.draft_name is not None:
-            text += "; nothing was drafted: it is not worth it here"
+            text += f"; {undrafted(self.decoder.draft_name)}"
         return text
 
     def _save(self, path: str) -> None:

@@ -17,7 +17,7 @@ from ..prompts import templates
 from ..utils.printable import counted, one_line, printable
 from . import options, ranks
 from .busy import busy_note, others_running
-from .output import noted_if_slow, show, show_passing, show_warnings
+from .output import noted_if_slow, show, show_passing, show_warnings, undrafted
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -78,7 +78,7 @@ def demo(
     plain = SpecDecoder(drafted.target, config=EngineConfig(batch_size=1))
     where = _warmed(plain, drafted)
     show(f"{models}, {where}, one prompt at a time\n")
-    total = _Comparison(drafted.draft_name is not None)
+    total = _Comparison(drafted.draft_name)
     for text in texts or PROMPTS:
         _compare(text, plain, drafted, max_tokens, total)
     for line in total.lines():
@@ -119,7 +119,7 @@ class _Run:
 class _Comparison:
     """All prompts so far: what was decoded in which time, and what disturbed it."""
 
-    has_draft: bool
+    draft: str | None
     pairs: list[tuple[_Run, _Run]] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     cores: int | None = None
@@ -130,7 +130,7 @@ class _Comparison:
         second = [drafted for _, drafted in self.pairs]
         slow, fast = (sum(run.seconds for run in runs) for runs in (first, second))
         tokens = counted(sum(len(run.token_ids) for run in first), "token")
-        if not self.has_draft:
+        if self.draft is None:
             yield f"{tokens} in {slow:.1f} s. There is no draft to compare with."
             return
         if busy := busy_note(self.others, self.cores):
@@ -141,7 +141,7 @@ class _Comparison:
         length = 1 + sum(run.accepted for run in second) / max(rounds, 1)
         drafted = any(run.drafted for run in second)
         if not drafted:
-            yield "Nothing was drafted: it is not worth it here. The rest is chance."
+            yield f"{undrafted(self.draft).capitalize()}. The rest is chance."
         elif ratio > _GAIN * length:
             yield (
                 f"No draft saves that much in rounds of {length:.1f} tokens: something "
@@ -180,7 +180,7 @@ def _compare(
     total.others += others_running()
     first = _run("without", plain, prompt, max_tokens, None)
     second = first
-    if total.has_draft:
+    if total.draft is not None:
         second = _run("with", drafted, prompt, max_tokens, first)
     total.pairs.append((first, second))
     show("")

@@ -494,6 +494,12 @@ def share_text(share: float | None) -> str:
     return "" if share is None else f", which has {share:.1%} of the target's tokens"
 
 
+def undrafted(draft: str) -> str:
+    """Why ``auto`` drafted nothing; n-grams also need words that come again."""
+    copied = "no words came again, or " if draft == "ngram" else ""
+    return f"nothing was drafted: {copied}it is not worth it here"
+
+
 @contextmanager
 def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
     """Let errors of a prompt name its file and line within the block."""

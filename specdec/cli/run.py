@@ -38,6 +38,7 @@ from .output import (
     show_error,
     show_interrupted,
     show_warnings,
+    undrafted,
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
@@ -677,7 +678,7 @@ def _summary(
         )
     # What an interrupt cuts off has no counts of its draft.
     elif draft and automatic and stats.row_rounds and not failed:
-        lines["acceptance"] = "nothing was drafted: it is not worth it here"
+        lines["acceptance"] = undrafted(draft)
     if isinstance(job, _Here) and job.draft_length_reason:
         lines["auto"] = job.draft_length_reason
     if config.kv_bits is not None:

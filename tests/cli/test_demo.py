@@ -56,7 +56,7 @@ def test_what_is_claimed(
 ) -> None:
     """A gain where there is none, or times of a busy machine without a word."""
     runs = [_Run(each, [1, 2, 3], "abc", 2, 2, 1) for each in seconds]
-    total = _Comparison(True, [(runs[0], runs[1])], [others], cores=2)
+    total = _Comparison("a draft", [(runs[0], runs[1])], [others], cores=2)
     text = "\n".join(total.lines())
     assert says in text
     assert never not in text
@@ -69,6 +69,6 @@ def test_what_is_claimed(
 def test_nothing_drafted_gains_nothing() -> None:
     """Catches chance that is shown as the gain of a draft that was never asked."""
     runs = [_Run(seconds, [1, 2, 3], "abc", 3) for seconds in (3.2, 2.0)]
-    text = "\n".join(_Comparison(True, [(runs[0], runs[1])]).lines())
+    text = "\n".join(_Comparison("a draft", [(runs[0], runs[1])]).lines())
     assert "Nothing was drafted" in text
     assert "times as fast" not in text

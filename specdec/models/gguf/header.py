@@ -232,8 +232,10 @@ def read_header(path: str | Path) -> GGUFFile:
     try:
         return _parse(path, data)
     except (struct.error, *_CORRUPT) as error:
+        ends = isinstance(error, struct.error)
+        reason = "it ends in its header" if ends else shorten(error)
         raise ModelError(
-            f"{path} is cut short or corrupt ({shorten(error)}): download it again"
+            f"{path} is cut short or corrupt ({reason}): download it again"
         ) from error
 
 
