@@ -386,7 +386,7 @@ def _with_range(error: click.UsageError) -> str:
 
 
 def _stray(error: click.UsageError) -> str:
-    """A hint for stray words, if the command takes prompts or settings."""
+    """A hint for stray words, if the command takes prompts, settings or a model."""
     if error.ctx is None or "unexpected extra argument" not in error.message:
         return ""
     settings = error.ctx.params.get("settings") or ()
@@ -397,7 +397,9 @@ def _stray(error: click.UsageError) -> str:
     words = error.message.partition("(")[2].rstrip(")").split()
     if "--prompts" in options and words and all(map(os.path.isfile, words)):
         return ": name one file after --prompts; cat joins several"
-    return ": write a prompt after --prompt, in quotes" * ("--prompt" in options)
+    if "--prompt" in options:
+        return ": write a prompt after --prompt, in quotes"
+    return ": name a model after --target" * ("--target" in options)
 
 
 def _elsewhere(message: str) -> str:

@@ -364,6 +364,9 @@ def explain(source: str, error: Exception) -> ModelError:
             f"{source}: {text}; mlx-lm has to know the architecture: "
             "use another model or a newer mlx-lm"
         )
+    if text.startswith("Couldn't instantiate the backend tokenizer"):
+        text = "no tokenizer can be made of its files: is tokenizer.json missing?"
+        return ModelError(f"{source}: {text} download it again")
     package = type(error).__module__.partition(".")[0]
     of_hub = package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError)
     # A package of the hub also checks the configuration of local folders.

@@ -43,6 +43,7 @@ MISTAKES = """\
 rnu | No such command 'rnu'. Did you mean 'run'? (see: specdec --help)
 run hello | unexpected extra argument (hello): write a prompt after --prompt, in quotes
 run good.txt | (good.txt): name one file after --prompts; cat joins sev
+serve some/model | extra argument (some/model): name a model after --target (see
 convert a b c | unexpected extra argument (c) (see: specdec convert --help)
 verify --json | requires an argument. (see: specdec verify --help)
 run -p Hi --max-token 5 | No such option '--max-token'. Did you mean '--m

@@ -773,7 +773,7 @@ FAILED = {**PLAIN, "draft_error": "drafter X failed (ValueError: no)"}
         (PLAIN, "", "draft:       none\n", "acceptance"),
         (FAILED, DRAFTED, "as are worth it, until it failed\n", "not worth it"),
         (PLAIN, DRAFTED, "acceptance:  nothing was drafted: it is not worth it", "!"),
-        (PLAIN, "--draft ngram", "nothing was drafted: no words came again, or it", "!"),
+        (PLAIN, "--draft ngram", "nothing was drafted: no words came again, or", "!"),
         # A request that an interrupt cut off has rounds, and no counts of its draft.
         ({**PLAIN, "row_rounds": 0}, DRAFTED, "decode:", "nothing was drafted"),
         ({"prefix_tokens": 8}, "", "10 tokens (8 from the prefix cache), 20.0", "k = "),
