@@ -128,6 +128,10 @@ class QuantizedCodec:
         return tuple(keys) + tuple(values)
 
 
+def _nobody() -> None:
+    """What attention has written before it has written anything."""
+
+
 @cache
 def _nothing(dtype: mx.Dtype) -> mx.array:
     """What a write comes after if nothing is before it."""
@@ -185,8 +189,8 @@ class Storage:
     Attributes:
         least: the fewest slots that the first write allocates.
         expected: :attr:`dtype` after the first write, if it is known.
-        waiting: what attention is to write, see :meth:`write_later`.
-        asked: what attention has written last.
+        waiting: what attention is to write, and where, see :meth:`write_later`.
+        asked: gives what attention has written last, if anything holds it.
         after: what the next write in place has to come after: the result of attention,
             or of the write before. ``None``: MLX made the arrays, and attention of few
             tokens has not read them.
@@ -195,8 +199,8 @@ class Storage:
         tail: the newest tokens, if they are held apart.
     """
 
-    waiting: Unwritten | None
-    asked: Unwritten | None = None
+    waiting: tuple[Arrays, mx.array] | None
+    asked: Callable[[], Unwritten | None]
     after: mx.array | None
     unsettled: bool
     lent: bool
@@ -208,6 +212,7 @@ class Storage:
         self.arrays = arrays
         self.least = 0
         self.expected: mx.Dtype | None = None
+        self.asked = _nobody
 
     @property
     def arrays(self) -> Arrays | None:
@@ -230,7 +235,7 @@ class Storage:
         What a tail holds is written to them; there is none then.
         """
         if (waiting := self.waiting) is not None:
-            waiting.write(waiting.new[0])
+            self.write_waiting(waiting[0][0])
         if (tail := self.tail) is not None:
             self.tail = None
             if tail.most:
@@ -334,8 +339,28 @@ class Storage:
         """
         self.current()
         self.unshare()
-        self.waiting = waiting = Unwritten(self, extent, updates, slots)
-        return waiting
+        self.waiting = updates, slots
+        return Unwritten(self, extent, self.waiting)
+
+    def write_waiting(self, queries: mx.array) -> mx.array:
+        """Write what waits; the queries that attention has to read.
+
+        Raises:
+            CacheError: they differ in type or shape from the keys that wait.
+        """
+        assert self.waiting is not None
+        (new, slots), self.waiting = self.waiting, None
+        arrays = self.current()
+        assert arrays is not None
+        if not cache_write.writes_in_place(arrays):
+            self.write(new, slots)
+            return queries
+        if not cache_write.takes(queries, arrays, new):
+            # MLX cannot write them in a graph, see settled.
+            raise CacheError("attention's queries and keys differ in type or shape")
+        queries, written = cache_write.write(queries, arrays, new, slots, self.after)
+        self.arrays, self.after, self.unsettled = written, queries, True
+        return queries
 
     def write_first(self, updates: Arrays, capacity: int) -> None:
         """Allocate ``capacity`` slots or more; the first of them hold ``updates``."""

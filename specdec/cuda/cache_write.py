@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 
-from ..errors import CacheError
 from . import decode_attention
 from .decode_attention import Form
 from .kernels import TYPES, cuda_kernel
@@ -161,42 +161,22 @@ class Unwritten:
     Args:
         storage: a :class:`specdec.cache.storage.Storage` of dense keys and values.
         extent: the columns that attention reads.
-        new, slots: as for :func:`write`, if the write waits.
+        update: new keys and values, and their slots, if the write waits.
     """
 
     storage: Any
     extent: int
-    new: Arrays = ()
-    slots: Any = None
+    update: tuple[Arrays, mx.array] | None = None
 
     def written(self, queries: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries, keys and values for attention; the first call writes."""
-        storage = self.storage
-        if storage.waiting is self:
-            queries, storage.asked = self.write(queries), self
-        elif self.new and storage.asked is not self:
+        storage, update = self.storage, self.update
+        if update is not None and storage.waiting is update:
+            queries, storage.asked = storage.write_waiting(queries), ref(self)
+        elif update is not None and storage.asked() is not self:
             storage.settled()  # it was written without these queries
         keys, values = storage.read(self.extent)
         return queries, keys, values
-
-    def write(self, queries: mx.array) -> mx.array:
-        """Write now; the queries that attention has to read.
-
-        Raises:
-            CacheError: they differ in type or shape from the keys that wait.
-        """
-        storage, storage.waiting = self.storage, None
-        arrays = storage.current()
-        if not writes_in_place(arrays):
-            storage.write(self.new, self.slots)
-            return queries
-        if not takes(queries, arrays, self.new):
-            # MLX cannot write them in a graph, see Storage.settled.
-            raise CacheError("attention's queries and keys differ in type or shape")
-        queries, arrays = write(queries, arrays, self.new, self.slots, storage.after)
-        storage.arrays, storage.after = arrays, queries
-        storage.unsettled = True
-        return queries
 
     def read_by(self, result: mx.array) -> None:
         """Let the next write come after attention with this result."""

@@ -6,7 +6,9 @@ before the write, and is computed after it, sees it, as it would on a GPU.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -253,3 +255,19 @@ def test_finite_rows_are_looked_at_and_not_copied(
         places.append(memory(history.cache._storage.held[0]).ctypes.data)
         history.make_finite()
     assert places[1] == places[2]
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_memory_is_free_once_a_cache_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, attends: bool
+) -> None:
+    """Catches what refers to itself: the garbage collector sees no bytes of a GPU."""
+    history = History(0, ring=False, in_place=True, device=Device(monkeypatch))
+    history.few() if attends else history.context()
+    storage = weakref.ref(history.cache._storage)
+    gc.disable()
+    try:
+        del history
+        assert storage() is None
+    finally:
+        gc.enable()
