@@ -140,9 +140,9 @@ def output_failed(error: OSError) -> click.ClickException:
     return cannot_write("standard output", error)
 
 
-def cannot_write(what: str, error: OSError) -> click.ClickException:
-    """The error for something that cannot be written."""
-    return click.ClickException(f"{what} cannot be written: {error.strerror}")
+def cannot_write(what: str, error: OSError, then: str = "") -> click.ClickException:
+    """The error for something that cannot be written, and what to do ``then``."""
+    return click.ClickException(f"{what} cannot be written: {error.strerror}{then}")
 
 
 def drop(stream: TextIO) -> None:
@@ -207,7 +207,9 @@ class OutputFile:
             if self._file is not None:
                 with suppress(OSError):
                     self._file.close()  # its buffer would fail again later
-            raise cannot_write(f"{self._option} {self._path}", error) from error
+            what = f"{self._option} {self._path}"
+            room = "make room or " * (error.errno == errno.ENOSPC)
+            raise cannot_write(what, error, f": {room}name another file") from error
 
     def _started(self) -> TextIO:
         """A regular file, with the content that it keeps."""

@@ -485,7 +485,7 @@ def test_a_full_disk_is_reported_on_a_line_of_its_own(specdec: Specdec) -> None:
     """The text is on standard output all the same."""
     line = (
         "specdec: error: --output /dev/full cannot be written: "
-        "No space left on device\n"
+        "No space left on device: make room or name another file\n"
     )
     for prompts, text in (
         (["-p", "a"], "Bonjour n°0\n"),
