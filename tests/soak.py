@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
 from specdec.backend import BackendDefaults
+from specdec.cache.positions import counted
 from specdec.config import EngineConfig, NumDraftTokens
 from specdec.engine.engine import Engine
 from specdec.engine.session import Bounds, Session
@@ -713,6 +714,7 @@ def soak(
     rng, counts = random.Random(seed), Counts()
     for kind in KINDS:  # models stay: they are no part of what must come back
         World(kind, None, AT_ONCE, 1, 1, 4, None)
+    counted(0, 1)  # so do these numbers
     try:
         for number, world in enumerate(draw_worlds(rng)):
             if not more(counts):

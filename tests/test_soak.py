@@ -82,7 +82,7 @@ def holds_nothing_back(self: OutputText) -> int:
         (Engine, "_retire", rows_stay, 3, 10),
         (DecodeBatch, "plan", limits_of_the_batch, 10, 25),
         (ModelRows, "trim_per_sequence", trims_too_little, 30, 10),
-        (OutputText, "_held_back", holds_nothing_back, 21, 10),
+        (OutputText, "_held_back", holds_nothing_back, 30, 10),
     ],
     ids=["rows-stay", "limits", "trim", "held-back"],
 )

@@ -172,7 +172,7 @@ def positions_after(offset: mx.array, num_tokens: int) -> mx.array:
 
 def counted(begin: int, end: int) -> mx.array:
     """``mx.arange(begin, end)``, as a view of numbers that the device has already."""
-    return _numbers(max(end, 64).bit_length())[begin:end]
+    return _numbers(max(end, 4095).bit_length())[begin:end]
 
 
 @cache

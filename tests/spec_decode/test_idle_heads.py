@@ -192,7 +192,8 @@ def test_prompts_are_read_by_a_useless_head_for_tries_alone(
 ) -> None:
     """A head that is always wrong is tried where it reads prompts, and then left.
 
-    It followed all rows of all waves, even if none of them could afford a try.
+    It followed all rows of all waves, even if none of them could afford a try. Rows
+    that join in several prefills are one decision.
     """
     forwards = Forwards(num_rows, {1: 1.0, 2: 1.02, 9: 1.2}, 0.01, drafting)
     known = ForwardCosts([forwards])
@@ -207,11 +208,13 @@ def test_prompts_are_read_by_a_useless_head_for_tries_alone(
 
     monkeypatch.setattr(Rounds, "_timing", told)
     counts = Counter[str]()
-    observe, commit, dispatch = BlockRows.observe, BlockRows.commit, Rounds.dispatch
+    commit, dispatch = BlockRows.commit, Rounds.dispatch
+    may_pay = AutoLength.may_pay
 
-    def observed(rows: Any, hidden: Any, following: Any, lengths: Any) -> None:
-        counts["prompts"] += max(lengths) > 0
-        observe(rows, hidden, following, lengths)
+    def asked(length: AutoLength, state: BatchState) -> bool:
+        answer = may_pay(length, state)
+        counts["prompts"] += answer and not state.rests
+        return answer
 
     def committed(rows: Any, round_: Any, accepted: Any) -> None:
         counts["followed"] += 1
@@ -222,7 +225,7 @@ def test_prompts_are_read_by_a_useless_head_for_tries_alone(
         counts["tries"] += plan.num_draft_tokens > 0
         dispatch(rounds, plan)
 
-    monkeypatch.setattr(BlockRows, "observe", observed)
+    monkeypatch.setattr(AutoLength, "may_pay", asked)
     monkeypatch.setattr(BlockRows, "commit", committed)
     monkeypatch.setattr(Rounds, "dispatch", dispatched)
     engine = engine_of(lender, BEHIND, tmp_path, length, num_rows)
