@@ -211,7 +211,7 @@ def test_a_draft_without_a_tokenizer(tmp_path: Path) -> None:
     pair = ("--target", str(tmp_path / "a"), "--draft", str(tmp_path / "b"))
     result = estimate(*pair, "--context", "99")
     assert result.exit_code == 1
-    assert f"{tmp_path / 'b'} cannot be loaded" in result.stderr
+    assert f"{tmp_path / 'b'}: no tokenizer can be made" in result.stderr
 
 
 def test_a_gguf_file_that_needs_the_gguf_package(
