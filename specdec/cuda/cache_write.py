@@ -147,11 +147,7 @@ def _agrees(form: Form) -> bool:
         return all(mx.array_equal(a, b).item() for a, b in pairs)
 
 
-proven = Proofs[Form](
-    "cache write",
-    _agrees,
-    lambda form: decode_attention.proven.supports(form),
-)
+proven = Proofs("cache write", _agrees, decode_attention.proven.supports)
 
 
 @dataclass(frozen=True, eq=False)

@@ -211,10 +211,10 @@ def join_products(model: nn.Module) -> None:
             mx.clear_cache()
 
 
-def joined(x: mx.array, layers: Sequence[Any]) -> mx.array | None:
-    """One product of x (..., K) with layers that share it, (..., N), if they do."""
+def joined(x: mx.array, layers: Sequence[Any], width: int) -> mx.array | None:
+    """One product of x (..., K) with layers that share it, if it is (..., width)."""
     product: _Product | None = vars(layers[0]).get("_product")
-    if product is None or not product.serves(layers):
+    if product is None or product._ends[-1] != width or not product.serves(layers):
         return None
     return None if layers[0].training else product.whole(x)
 

@@ -226,8 +226,8 @@ class _OneKernel:
         rows, tokens = x.shape[:2]
         norms = [layer[name].weight for name in _NORMS if name in layer]
         offset, gate = offset.astype(mx.int32), None
-        every = joined(x, (layer.q_proj, layer.k_proj, layer.v_proj))
-        if every is not None and every.shape[-1] == form.width:
+        every = joined(x, (layer.q_proj, layer.k_proj, layer.v_proj), form.width)
+        if every is not None:
             queries, keys, values = rotated(form, every, None, norms, offset)
         else:
             q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)

@@ -456,9 +456,7 @@ class ForwardCosts:
     def _near(self, num_rows: int) -> Forwards:
         near = self._nearest.get(num_rows)
         if near is None:
-            near = self._nearest[num_rows] = min(
-                self._by_rows.values(), key=lambda f: abs(log2(f.num_rows / num_rows))
-            )
+            near = self._nearest[num_rows] = _nearest(self._by_rows.values(), num_rows)
         return near
 
     def _grown(self, num_rows: int) -> float:
@@ -485,7 +483,7 @@ class ForwardCosts:
         known = [f for f in self._by_rows.values() if f.longer and f.context]
         if not known or self.context < BAND:
             return 0.0
-        near = min(known, key=lambda f: abs(log2(f.num_rows / num_rows)))
+        near = _nearest(known, num_rows)
         rows, longer = near.num_rows, near.longer
         each = {s: max(0.0, t - self.verify(rows, s)) for s, t in longer.items()}
         share = num_rows * (self.context // BAND * BAND) / near.context / rows
@@ -501,6 +499,10 @@ class ForwardCosts:
             return 0.0
         more = self.verify(num_rows, num_tokens + 1) / self.verify(num_rows, 1) - 1
         return self.drafting(num_rows, 1) * max(0.0, more)
+
+
+def _nearest(measured: Iterable[Forwards], num_rows: int) -> Forwards:
+    return min(measured, key=lambda f: abs(log2(f.num_rows / num_rows)))
 
 
 def _interpolated(points: Mapping[int, float], x: int) -> float:
